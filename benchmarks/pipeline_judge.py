@@ -85,6 +85,9 @@ def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
     for chunk in pipeline.planned:
         for kind, task in chunk.tasks.items():
             found[task.name] = _Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
+    for task in pipeline.reductions.values():
+        plan = task.planned
+        found[task.name] = _Program(plan.plan, plan.assignment, _lower(plan, task.program.jaxpr.in_avals, JitOptions(name=task.name)))
     for one in (one for programs in pipeline.rounds for one in programs):
         found[one.name] = _Program(one.planned.plan, one.planned.assignment, _after_lower(one))
     return found
@@ -99,8 +102,12 @@ def _task_lower(chunk: Any, kind: Kind) -> Lower:
 
 
 def _after_lower(one: Any) -> Lower:
+    return _lower(one.planned, one.program.jaxpr.in_avals, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+
+
+def _lower(planned: Any, avals: Sequence[Any], options: JitOptions) -> Lower:
     def lower(devices: Sequence[Any]) -> jax.stages.Lowered:
-        made = jitted(one.planned, one.program.jaxpr.in_avals, devices, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+        made = jitted(planned, avals, devices, options)
         assert made.run is not None, "all devices are here"
         return made.run.lower(*made.types)
 
@@ -168,7 +175,12 @@ def step_s(pipeline: PlannedPipeline, seconds: Mapping[str, float], topology: To
     schedule = schedule or pipeline.schedule
     costs = [Costs(*(seconds[chunk.tasks[kind].name] if kind in chunk.tasks else 0.0 for kind in Kind)) for chunk in pipeline.planned]
     run = simulate(schedule, cost_of(costs), hops_of(pipeline.planned, schedule.stage_of, topology))
-    return run.makespan_s + sum(max((seconds[one.name] for one in programs), default=0.0) for programs in pipeline.rounds)
+    turns: dict[str, float] = {}
+    for task in pipeline.reductions.values():
+        turn = task.name.partition("_")[0]
+        turns[turn] = max(turns.get(turn, 0.0), seconds[task.name])
+    after_s = sum(max((seconds[one.name] for one in programs), default=0.0) for programs in pipeline.rounds)
+    return run.makespan_s + sum(turns.values()) + after_s
 
 
 def planned_seconds(pipeline: PlannedPipeline) -> dict[str, float]:

@@ -160,12 +160,20 @@ class Origin(NamedTuple):
         return int("".join(takewhile(str.isdigit, digits)) or 0)
 
 
+class Accumulator(NamedTuple):
+    """An argument to which each of several runs of a program adds, and the result that the next run takes; they are tied."""
+
+    before: int
+    after: int
+    runs: int
+
+
 @dataclass(frozen=True)
 class Graph:
     """A traced step. Every value has at most one producing op; ops are in execution order.
 
     `ties` are pairs of values that must have one sharding (loop carries, carried training state). `origins` is indexed by
-    op id and may compute its entries when asked.
+    op id and may compute its entries when asked. `accumulators` are sums that several runs of the program complete.
     """
 
     values: tuple[Value, ...]
@@ -176,6 +184,7 @@ class Graph:
     origins: Sequence[Origin]
     fingerprint: str
     notes: tuple[str, ...] = ()
+    accumulators: tuple[Accumulator, ...] = ()
 
     @cached_property
     def producers(self) -> dict[int, int]:

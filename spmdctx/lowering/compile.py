@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.sharding import Assignment
+from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.lowering.rewrite.constrain import constrain
 from spmdctx.lowering.rewrite.waiting.early_gradients import with_early_gradients
 from spmdctx.machine.devices import backend_of
@@ -72,8 +72,10 @@ def jit_program(
     """
     jax_mesh = make_mesh(mesh, devices)
     graph, values = program.graph, assignment.values
-    inputs = tuple(named_sharding(jax_mesh, values[value]) for value in graph.inputs)
-    outputs = tuple(named_sharding(jax_mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    inputs = tuple(named_sharding(jax_mesh, as_held(value, values[value], directives)) for value in graph.inputs)
+    outputs = tuple(
+        named_sharding(jax_mesh, as_held(value, values[value], directives) if value != LITERAL else ()) for value in graph.outputs
+    )
     is_split = mesh.num_devices > 1
     closed = constrain(program, assignment, mesh, jax_mesh, directives) if is_split else program.jaxpr
     if backend_of(devices) in LATE_ON:
@@ -86,6 +88,12 @@ def jit_program(
         compiler_options=dict(options.compiler_options) if options.compiler_options else None,
     )
     return CompiledProgram(jitted, inputs, outputs, jax_mesh)
+
+
+def as_held(value: int, stored: TensorSharding, directives: Directives | None) -> TensorSharding:
+    """Returns the sharding of an operand or result; that of an accumulator has the axes first over which it waits to be reduced."""
+    axes = directives.loop_sums.axes.get(value) if directives is not None else None
+    return (axes, *stored) if axes else stored
 
 
 def _evaluator(closed: jexc.ClosedJaxpr, name: str) -> Callable[..., tuple[Any, ...]]:

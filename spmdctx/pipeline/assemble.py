@@ -49,7 +49,7 @@ def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
         stages = f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
         yield f"What the step computes before its loss has no plan: XLA splits it on {stages}, where it is read."
     for number, chunk in enumerate(pipeline.planned):
-        for task in chunk.tasks.values():
+        for task in (*chunk.tasks.values(), *([pipeline.reductions[number]] if number in pipeline.reductions else [])):
             yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in task.planned.plan.notes)
     for programs in pipeline.rounds:
         for one in programs:
@@ -83,10 +83,14 @@ def _stage(pipeline: PlannedPipeline, stage: int, memory: StageMemory) -> StageP
     chunks = [pipeline.planned[number] for number in own]
     back = [sum(chunk.costs.of(kind) for kind in chunk.tasks if kind is not Kind.FORWARD) for chunk in chunks]
     after = [one for programs in pipeline.rounds for one in programs]
+    reductions = [pipeline.reductions[number] for number in own if number in pipeline.reductions]
     return StagePlan(
         chunks=tuple(own),
         tasks={task.name: task.planned.plan for chunk in chunks for task in chunk.tasks.values()},
-        after={one.name: one.planned.plan for one in after if stage in pipeline.stages_with(one.program.stage)},
+        after={
+            **{one.name: one.planned.plan for one in reductions},
+            **{one.name: one.planned.plan for one in after if stage in pipeline.stages_with(one.program.stage)},
+        },
         num_equations=sum(len(pipeline.chunks[number].program.jaxpr.eqns) for number in own),
         num_parameters=sum(len(chunk.passes.weights) for chunk in chunks),
         forward_s=sum(chunk.costs.forward for chunk in chunks),

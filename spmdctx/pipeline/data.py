@@ -24,7 +24,8 @@ class StagePlan:
     Attributes:
         chunks: the parts of the loss, by number.
         tasks: the plan of each program that micro-batches run through, by its name, such as `forward0`.
-        after: the plan of each program after the loss, such as `after1_0`, or `after1_all` of what all stages share by layers.
+        after: the plan of each program after the last micro-batch: `reduce0_1` completes gradients of the first chunk of stage 1, and
+            `after1_0`, or `after1_all` of what all stages share by layers, follow the loss.
         num_equations: of the loss.
         num_parameters: leaves of the loss by which it is differentiated and which the stage reads.
         forward_s: seconds of all its chunks' forward passes of one micro-batch.

@@ -31,7 +31,7 @@ def sums_of_gradients(graph: Graph, couplings: Iterable[Coupling]) -> tuple[Loop
     """
     coupled = frozenset(one.value for one in couplings if one.how != "within")
     terminal = overlap_candidates(graph).terminal
-    return tuple(one for one in loop_sums(graph) if terminal[one.total] and one.total not in coupled)
+    return tuple(one for one in loop_sums(graph) if terminal[one.total] and coupled.isdisjoint((one.total, *one.carries)))
 
 
 def reduced_once(graph: Graph, setup: Setup, assignment: Assignment, sums: Iterable[LoopSum]) -> Mended:
@@ -58,8 +58,8 @@ def _without(graph: Graph, assignment: Assignment, one: LoopSum, changed: Iterab
     terms = frozenset(one.terms)
     for value in changed:
         values[value] = _other(values[value], axes)
-        maker = graph.producers[value]
-        if value not in terms:
+        if value not in terms and value in graph.producers:
+            maker = graph.producers[value]
             ops[maker] = OpSharding(_other(ops[maker].axes, axes))
     return replace(assignment, values=tuple(values), ops=tuple(ops))
 

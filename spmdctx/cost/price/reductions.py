@@ -73,7 +73,7 @@ class Reductions:
     def reduce_total(self, op: Op, value: int) -> None:
         """Adds the reduction of a loop's total, if `op` completes it."""
         total = self._directives.loop_sums.totals.get(value)
-        if total is None:
+        if total is None or not total.repeats:
             return
         graph, stored = self._assigned.graph, self._assigned.assignment.values[value]
         axes, repeats, terms = total

@@ -7,6 +7,8 @@
 In any assignment, terms can be handed on unreduced if nothing on the way is split over the axes over which they are partial. Lowering then
 gives every value on the way a leading dimension for the devices of those axes; each device holds its own element. So all compilers do the
 same: those of TPU and GPU would move only the simplest of these reductions by themselves.
+
+Several runs of a program complete an accumulator. Its total is the program's result, which keeps its leading dimension: no run reduces it.
 """
 
 from __future__ import annotations
@@ -29,11 +31,12 @@ _FLOATS = ("float", "bfloat")
 class LoopSum(NamedTuple):
     """A sum that one loop adds up, or several nested ones; `repeats` says how often it is completed in a step.
 
-    `way` also holds the terms. `carries` holds the values from which iterations of loops start.
+    `way` also holds the terms. `carries` holds the values from which iterations of loops start. Of an accumulator, `repeats` is one over
+    the runs that complete it, and the carry is the program's argument.
     """
 
     total: int
-    repeats: int
+    repeats: float
     terms: tuple[int, ...]
     way: tuple[int, ...]
     carries: tuple[int, ...]
@@ -80,7 +83,7 @@ NOTHING_SUMMED = Summed(frozenset(), frozenset(), frozenset())
 
 
 class Total(NamedTuple):
-    """The axes over which a total is reduced, how often that happens in a step, and the terms of the total."""
+    """The axes over which a total is reduced, how often that happens in a run of the program, and the terms of the total."""
 
     axes: AxisNames
     repeats: int
@@ -104,7 +107,7 @@ def loop_sums(graph: Graph, stacked: Iterable[int] = ()) -> tuple[LoopSum, ...]:
         graph: The step.
         stacked: Terms of buckets. They wait for their loop even if it only stacks them, so that a bucket is reduced as a whole.
     """
-    if not any(op.primitive == SCAN_NEXT or (stacked and op.primitive == SCAN_EXIT) for op in graph.ops):
+    if not graph.accumulators and not any(op.primitive == SCAN_NEXT or (stacked and op.primitive == SCAN_EXIT) for op in graph.ops):
         return ()
     return tuple(_Finder(graph, frozenset(stacked)).find())
 
@@ -129,7 +132,7 @@ def holds_of(graph: Graph, sums: Iterable[LoopSum], assignment: Assignment, mesh
     for one in sums:
         names = held_axes(graph, one, assignment, mesh)
         if names:
-            totals[one.total] = Total(names, one.repeats, one.terms)
+            totals[one.total] = Total(names, int(one.repeats), one.terms)
             axes.update(dict.fromkeys((*one.way, *one.carries), names))
     return Holds(axes, totals) if totals else NO_HOLDS
 
@@ -154,7 +157,7 @@ def held_axes(graph: Graph, one: LoopSum, assignment: Assignment, mesh: LogicalM
         used.update(name for names in project(op.rule.results[0], assignment.ops[op.id].axes) for name in names)
     for value in (*one.way, *one.carries, one.total):
         used.update(axes_of(assignment.values[value]))
-        if value not in terms:
+        if value not in terms and value in producers:
             used.update(name for own in assignment.ops[producers[value]].axes for name in own)
     held = next((axes for axes in _unions(partial) if used.isdisjoint(axes)), frozenset())
     return tuple(name for name in mesh.names if name in held)
@@ -193,8 +196,8 @@ class _Finder:
         self._carries: list[int] = []
 
     def find(self) -> list[LoopSum]:
-        found: list[LoopSum] = []
-        claimed: set[int] = set()
+        found = self._accumulated()
+        claimed = {value for one in found for value in one.way}
         for op in reversed(self._graph.ops):
             if op.primitive not in (SCAN_NEXT, SCAN_EXIT) or op.results[0] in claimed:
                 continue
@@ -208,6 +211,18 @@ class _Finder:
             claimed.update(way)
             found.append(LoopSum(op.results[0], self._repeats(op), tuple(sorted(self._terms)), way, carries))
         return found[::-1]
+
+    def _accumulated(self) -> list[LoopSum]:
+        """Returns the sums of accumulators of which no term waits for a bucket, last ones first."""
+        found = []
+        for before, after, runs in reversed(self._graph.accumulators):
+            self._terms, self._way, self._carries = [], [], [before]
+            loop = _Open(before, [])
+            if self._reads[before] == 1:
+                self._follow(after, loop)
+            if len(loop.met) == 1 and self._terms and self._stacked.isdisjoint(self._terms):
+                found.append(LoopSum(after, 1 / runs, tuple(sorted(self._terms)), tuple(sorted(self._way)), (before,)))
+        return found
 
     def _repeats(self, op: Op) -> int:
         """Returns how often the loop runs that ends at an op."""

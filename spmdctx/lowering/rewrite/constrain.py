@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.extend.core as jexc
 from jax.sharding import Mesh
 
@@ -27,8 +29,15 @@ def constrain(
     rewriter = Rewriter(ShardedProgram(program, assignment, mesh, jax_mesh, directives), BODIES)
     closed = program.jaxpr
     block = rewriter.block()
-    substitution = {var: var for var in (*closed.jaxpr.constvars, *closed.jaxpr.invars)}
+    invars = [_held(var, value, directives, mesh) for var, value in zip(closed.jaxpr.invars, program.graph.inputs, strict=True)]
+    substitution = {**{var: var for var in closed.jaxpr.constvars}, **dict(zip(closed.jaxpr.invars, invars, strict=True))}
     eqns, outputs = block.finish(rewriter.rewrite(closed.jaxpr, substitution, block, None))
     for update in directives.waits:
         eqns, outputs = wait_for(eqns, outputs, *[rewriter.waited_for.get(value) for value in (update.gate, *update.results)])
-    return jexc.ClosedJaxpr(closed.jaxpr.replace(eqns=eqns, outvars=outputs), closed.consts)
+    return jexc.ClosedJaxpr(closed.jaxpr.replace(invars=invars, eqns=eqns, outvars=outputs), closed.consts)
+
+
+def _held(var: Any, value: int, directives: Directives, mesh: LogicalMesh) -> Any:
+    """Returns the variable of an operand; that of an accumulator has a leading dimension for the devices over which it is partial."""
+    axes = directives.loop_sums.axes.get(value)
+    return jexc.Var(var.aval.update(shape=(mesh.num_slices(axes), *var.aval.shape))) if axes else var

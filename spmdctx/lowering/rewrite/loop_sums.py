@@ -13,7 +13,17 @@ from spmdctx.ir.primitives import ADDITIONS, Boundary
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.lowering.rewrite.block import Block, Constraints
-from spmdctx.lowering.rewrite.partial_terms import Term, added, complete, linear, of_type, partial_term, unstacked, whole_term
+from spmdctx.lowering.rewrite.partial_terms import (
+    Term,
+    added,
+    complete,
+    linear,
+    of_type,
+    partial_term,
+    turned_dims,
+    unstacked,
+    whole_term,
+)
 from spmdctx.lowering.rewrite.values import ShardedProgram, Values
 
 Take = Callable[[Block, Op, int, Any], Any]
@@ -28,6 +38,10 @@ class LoopSums:
         self._directives, self._mesh, self._sums = sharded.directives, sharded.jax_mesh, sharded.directives.loop_sums
         self._graph, self._stored, self._ops = sharded.program.graph, sharded.assignment.values, sharded.assignment.ops
         self._terms = frozenset(term for total in self._sums.totals.values() for term in total.terms)
+        accumulated = (self._sums.totals[one.after].terms for one in self._graph.accumulators if one.after in self._sums.totals)
+        self._accumulated = frozenset(term for terms in accumulated for term in terms)
+        # Products that are written transposed already, as the op that reads them would make them.
+        self._turned: set[int] = set()
 
     def concerns(self, op: Op) -> bool:
         """Returns whether an op makes a value that holds on to partial sums, or the total."""
@@ -49,8 +63,14 @@ class LoopSums:
         if value in self._terms:
             # If operands were recomputed as slices, XLA would gather the whole value from these slices.
             taken = [self._take(block, op, position, atom) for position, atom in enumerate(operands)]
-            term = Term(op.rule, self._ops[op.id].axes, axes, self._values[value].is_widened)
+            turn = self._turn(op, eqn)
+            term = Term(op.rule, self._ops[op.id].axes, axes, self._values[value].is_widened, is_turned=bool(turn))
             made = partial_term(eqn, taken, term, self._mesh)
+            if turn:
+                self._turned.add(value)
+                return block.constrain(block.write(made), (axes, *(self._stored[value][place] for place in turn)))
+        elif op.primitive == "transpose" and op.operands[0] in self._turned:
+            made = [], operands[0]
         elif op.primitive in ADDITIONS:
             shape = self._graph.values[value].shape
             first, second = (self._taken(block, op, place, atom, axes, shape, eqn.source_info) for place, atom in enumerate(operands))
@@ -60,6 +80,20 @@ class LoopSums:
             shape = self._graph.values[op.operands[place]].shape
             made = linear(eqn, self._taken(block, op, place, operands[place], axes, shape, eqn.source_info), place)
         return self._settled(block, op, block.write(made))
+
+    def _turn(self, op: Op, eqn: Any) -> Sequence[int]:
+        """Returns the permutation by which the reader of a term transposes it, if the term is a product that can be made so; else nothing.
+
+        Accumulators are operands of a program: the compiler would copy each into the layout of the product, and back.
+        """
+        value, (reader, *_) = op.results[0], self._graph.readers[op.results[0]] or (None,)
+        if value not in self._accumulated or reader is None or reader.primitive != "transpose" or eqn.primitive.name != "dot_general":
+            return ()
+        before, after = reader.rule.operands[0], reader.rule.results[0]
+        turn = [before.index(dim) for dim in after]
+        axes, stored = self._ops[op.id].axes, self._stored[value]
+        is_kept = project(op.rule.results[0], axes) == stored == project(before, self._ops[reader.id].axes)
+        return turn if is_kept and turn == turned_dims(eqn) else ()
 
     def added_by_one(self, block: Block, op: Op, var: Any, source_info: Any) -> Any:
         """Returns a whole term as a partial one that only the first device adds."""

@@ -33,13 +33,15 @@ def _single(fn: Callable[..., Any], atoms: Sequence[Any], source_info: Any) -> t
 class Term:
     """How a term of a sum is made: the split of its op, and the axes over which it stays partial.
 
-    Along the axes in `alike` all devices have the same result, which only the first of them adds.
+    Along the axes in `alike` all devices have the same result, which only the first of them adds. A product that `is_turned` is made of its
+    operands in the other order.
     """
 
     rule: OpRule
     split: tuple[AxisNames, ...]
     axes: AxisNames
     is_wide: bool
+    is_turned: bool = False
 
     @property
     def alike(self) -> AxisNames:
@@ -62,7 +64,7 @@ class Term:
 
 def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> Any:
     """Writes the partial results of `eqn` on each device of the sum's axes; what no axis of these needs is left to the partitioner."""
-    own = on_block(eqn, term.rule, term.split, mesh)
+    own = on_block(turned(eqn) if term.is_turned else eqn, term.rule, term.split, mesh)
     specs = [project(dims, term.split) for dims in term.rule.operands]
     manual, others = term.manual_axes(specs, is_local=is_grouped(eqn))
     compute = computing_wide(own, mesh.devices.flat[0].platform) if term.is_wide else computing(own)
@@ -75,7 +77,7 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
             start = blocks[0]
             kept = jnp.broadcast_to(number[0] == 0, start.shape)
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
-        made = compute(*blocks)
+        made = compute(*(reversed(blocks) if term.is_turned else blocks))
         made = jax.lax.psum(made, others) if others else made
         if term.alike:
             kept = jnp.broadcast_to(_is_first(number[0], term.axes, term.alike, mesh), made.shape)
@@ -91,6 +93,24 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
         return mapped(jnp.arange(_count(term.axes, mesh)), *arrays)
 
     return _single(partial, operands, eqn.source_info)
+
+
+def turned_dims(eqn: Any) -> list[int]:
+    """Returns the dimensions of a product in the order in which it has them if its operands change places."""
+    (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+    first = len(eqn.invars[0].aval.shape) - len(contracted)
+    return [*range(len(batch)), *range(first, len(eqn.outvars[0].aval.shape)), *range(len(batch), first)]
+
+
+def turned(eqn: Any) -> Any:
+    """Returns a product whose operands have changed places."""
+    params = dict(eqn.params)
+    params["dimension_numbers"] = tuple(tuple(reversed(pair)) for pair in params["dimension_numbers"])
+    precision = params["precision"]
+    params["precision"] = tuple(reversed(precision)) if isinstance(precision, tuple) else precision
+    shape = eqn.outvars[0].aval.shape
+    made = jexc.Var(eqn.outvars[0].aval.update(shape=tuple(shape[place] for place in turned_dims(eqn))))
+    return eqn.replace(invars=list(reversed(eqn.invars)), outvars=[made], params=params)
 
 
 def _is_first(number: Any, axes: AxisNames, alike: AxisNames, mesh: Mesh) -> Any:

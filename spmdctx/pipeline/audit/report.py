@@ -13,6 +13,7 @@ from spmdctx.audit import AuditReport, audit_program
 from spmdctx.audit.collectives import parse_collectives
 from spmdctx.audit.data import AuditData
 from spmdctx.ir.collective import Way
+from spmdctx.lowering.compile import as_held
 from spmdctx.pipeline.audit.data import EdgeRow, PipelineAuditData, ProgramAudit, StageRow, TransferRow
 from spmdctx.pipeline.audit.render import report_html, report_text
 from spmdctx.pipeline.capture.around import SPREAD
@@ -21,7 +22,6 @@ from spmdctx.pipeline.programs.transfers import Moved, Route
 from spmdctx.pipeline.run.tape import Counts
 from spmdctx.pipeline.stages.plans import Planned
 from spmdctx.pipeline.stages.whole import PlannedPipeline
-from spmdctx.plan.plan import Plan
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.specs import named_sharding
 
@@ -97,6 +97,9 @@ def _programs(pipeline: PlannedPipeline, plan: PipelineData, built: Built, ways_
                 report, misplaced = _program(task.planned, built.compiled[task.name], built.meshes[number], ways_of)
                 runs = built.counts.runs[kind, chunk]
                 yield ProgramAudit(task.name, number, scheduled[kind, chunk], runs, report, misplaced)
+        for task in (pipeline.reductions[chunk] for chunk in stage.chunks if chunk in pipeline.reductions):
+            report, misplaced = _program(task.planned, built.compiled[task.name], built.meshes[number], ways_of)
+            yield ProgramAudit(task.name, number, 1, built.counts.after[task.name], report, misplaced)
         for one in (one for programs in pipeline.rounds for one in programs if max(one.program.stage, 0) == number):
             mesh = built.union if one.program.stage == SPREAD else built.meshes[number]
             report, misplaced = _program(one.planned, built.compiled[one.name], mesh, ways_of)
@@ -105,15 +108,20 @@ def _programs(pipeline: PlannedPipeline, plan: PipelineData, built: Built, ways_
 
 def _program(planned: Planned, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh, ways_of: WaysOf) -> _Audited:
     report = audit_program(planned.plan, compiled, ways_of(planned.program))
-    return report, tuple(_misplaced(planned.plan, compiled, mesh))
+    return report, tuple(_misplaced(planned, compiled, mesh))
 
 
-def _misplaced(plan: Plan, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> Iterator[str]:
+def _misplaced(planned: Planned, compiled: jax.stages.Compiled, mesh: jax.sharding.Mesh) -> Iterator[str]:
     """Gives operands and results that lie elsewhere in the compiled program than in the plan; it takes no operand that it does not read."""
+    plan, graph = planned.plan, planned.program.graph
     operands, _ = compiled.input_shardings
-    leaves = (*zip(plan.inputs, operands, strict=True), *zip(plan.outputs, compiled.output_shardings, strict=True))
-    for leaf, found in leaves:
-        if found is not None and not found.is_equivalent_to(named_sharding(mesh, leaf.sharding), len(leaf.shape)):
+    leaves = (
+        *zip(plan.inputs, graph.inputs, operands, strict=True),
+        *zip(plan.outputs, graph.outputs, compiled.output_shardings, strict=True),
+    )
+    for leaf, value, found in leaves:
+        own = as_held(value, leaf.sharding, planned.directives)
+        if found is not None and not found.is_equivalent_to(named_sharding(mesh, own), len(own)):
             yield leaf.path
 
 

@@ -17,6 +17,8 @@ class Holds(StrEnum):
     """An input of the loss: a parameter, or a part of the batch."""
     SUM = "sum"
     """The sum of a parameter's gradients so far."""
+    TOTAL = "total"
+    """Such a sum when it is complete, if micro-batches have left it unreduced."""
     ENTERING = "entering"
     """What chunks before hand over."""
     LEAVING = "leaving"

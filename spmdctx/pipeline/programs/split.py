@@ -2,38 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import variables
-from spmdctx.pipeline.programs.slots import Holds, TaskProgram, slots
+from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram, slots
 from spmdctx.pipeline.schedule.tasks import Kind
 
 
 def split_backward(backward: TaskProgram) -> tuple[TaskProgram, TaskProgram]:
     """Returns the two parts, which compute nothing twice; the second reads what the first links to it.
 
-    A checkpointed region is one equation of the backward pass: the first part computes it whole, and links the gradients themselves.
+    A checkpointed region is one equation of the backward pass: the first part computes it whole, and adds its gradients to their sums.
     """
     closed = inlined(backward.jaxpr)
     body = closed.jaxpr
     made = dict(zip(backward.outputs, body.outvars, strict=True))
-    first = _needed(body.eqns, [atom for slot, atom in made.items() if slot.holds is not Holds.SUM])
-    second = _needed(
-        [eqn for eqn in body.eqns if id(eqn) not in set(map(id, first))], [atom for slot, atom in made.items() if slot.holds is Holds.SUM]
-    )
-    wanted = [*(atom for eqn in second for atom in eqn.invars), *(atom for slot, atom in made.items() if slot.holds is Holds.SUM)]
+    early = _made_early(body, made)
+    first = _needed(body.eqns, [atom for slot, atom in made.items() if slot.holds is not Holds.SUM or slot in early])
+    sums = [(slot, atom) for slot, atom in made.items() if slot.holds is Holds.SUM and slot not in early]
+    second = _needed([eqn for eqn in body.eqns if id(eqn) not in set(map(id, first))], [atom for _, atom in sums])
+    wanted = [*(atom for eqn in second for atom in eqn.invars), *(atom for _, atom in sums)]
     in_first = {var for eqn in first for var in eqn.outvars}
     links = list(dict.fromkeys(var for var in variables(wanted) if var in in_first))
     numbers = range(len(links))
-    results = {slot: atom for slot, atom in made.items() if slot.holds is not Holds.SUM}
-    one = _program(backward, closed, Kind.INPUT, first, [*results.items(), *zip(slots(Holds.LINK, numbers), links, strict=True)], [])
-    sums = [(slot, atom) for slot, atom in made.items() if slot.holds is Holds.SUM]
+    results = [(slot, atom) for slot, atom in made.items() if slot.holds is not Holds.SUM or slot in early]
+    one = _program(backward, closed, Kind.INPUT, first, [*results, *zip(slots(Holds.LINK, numbers), links, strict=True)], [])
     other = _program(backward, closed, Kind.WEIGHT, second, sums, list(zip(slots(Holds.LINK, numbers), links, strict=True)))
     return one, other
+
+
+def _made_early(body: Any, made: Mapping[Slot, Any]) -> set[Slot]:
+    """Returns the sums to which gradients are added that the first part makes anyway, so that nothing but additions is left of them."""
+    first = {var for eqn in _needed(body.eqns, [atom for slot, atom in made.items() if slot.holds is not Holds.SUM]) for var in eqn.outvars}
+    maker = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+
+    def is_early(atom: Any) -> bool:
+        waiting, in_first = list(variables([atom])), False
+        while waiting:
+            var = waiting.pop()
+            in_first |= var in first
+            if var not in first and var in maker:
+                if maker[var].primitive.name not in _ADDING_UP:
+                    return False
+                waiting += variables(maker[var].invars)
+        return in_first
+
+    return {slot for slot, atom in made.items() if slot.holds is Holds.SUM and is_early(atom)}
+
+
+_ADDING_UP = frozenset({"add", "add_any", "convert_element_type"})
+"""Equations by which a gradient is added to its sum."""
 
 
 def _needed(eqns: Sequence[Any], atoms: Iterable[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmdctx.ir.graph import LITERAL
-from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.lowering.compile import JitOptions, as_held, jit_program
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.routes import is_here
 from spmdctx.pipeline.schedule.tasks import Kind
@@ -42,11 +42,16 @@ class CompiledTask:
 
 @dataclass(frozen=True)
 class CompiledChunk:
-    """The programs of a chunk, and where its arrays lie."""
+    """The programs of a chunk, and where its arrays lie; `reduction` completes its sums of gradients, None if its tasks do so."""
 
     tasks: Mapping[Kind, CompiledTask]
     shardings: Mapping[Slot, NamedSharding]
     planned: PlannedChunk
+    reduction: CompiledTask | None = None
+
+    def total(self, leaf: int) -> Slot:
+        """Returns the slot of a leaf's gradient when it is complete."""
+        return Slot(Holds.TOTAL if leaf in self.planned.held else Holds.SUM, leaf)
 
 
 def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], options: JitOptions) -> Jitted:
@@ -54,25 +59,31 @@ def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], optio
 
     `avals` are the types of its operands.
     """
-    mesh, graph, values = make_mesh(planned.mesh, devices), planned.program.graph, planned.assignment.values
-    inputs = tuple(named_sharding(mesh, values[value]) for value in graph.inputs)
-    outputs = tuple(named_sharding(mesh, values[value] if value != LITERAL else ()) for value in graph.outputs)
+    mesh, graph, directives = make_mesh(planned.mesh, devices), planned.program.graph, planned.directives
+    values, held = planned.assignment.values, directives.loop_sums.axes
+    inputs = tuple(named_sharding(mesh, as_held(value, values[value], directives)) for value in graph.inputs)
+    outputs = tuple(named_sharding(mesh, as_held(value, values[value], directives) if value != LITERAL else ()) for value in graph.outputs)
+    avals = [
+        aval.update(shape=(planned.mesh.num_slices(held[value]), *aval.shape)) if value in held else aval
+        for value, aval in zip(graph.inputs, avals, strict=True)
+    ]
     if not is_here(named_sharding(mesh, ())):
         return Jitted(None, inputs, outputs, placed_types(avals, inputs))
     program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
     return Jitted(program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings))
 
 
-def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any]) -> CompiledChunk:
-    """Jits the programs of a chunk for the devices of its stage; nothing is compiled yet."""
+def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any], reduction: PlannedTask | None = None) -> CompiledChunk:
+    """Jits the programs of a chunk for the devices of its stage, and the one that completes its gradients; nothing is compiled yet."""
     shardings: dict[Slot, NamedSharding] = {}
     tasks = {kind: _compiled(task, devices, shardings) for kind, task in chunk.tasks.items()}
-    return CompiledChunk(tasks, shardings, chunk)
+    return CompiledChunk(tasks, shardings, chunk, _compiled(reduction, devices, shardings) if reduction is not None else None)
 
 
 def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding]) -> CompiledTask:
     planned, program = task.planned, task.program
-    donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM]
+    renewed = set(program.outputs)
+    donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM and slot in renewed]
     name = f"pipeline_{task.name or program.kind.name.lower()}"
     made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name))
     shardings.update(zip(program.inputs, made.in_shardings, strict=True))

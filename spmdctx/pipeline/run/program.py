@@ -140,7 +140,8 @@ class PipelineProgram:
         layers = LayerWriter(tape, values, self._grounds, lowerable, self._dims)
         layers.take([own for own in pipeline.stacks if not own.stack.is_gradient])
         chunks = [
-            compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)]) for number, chunk in enumerate(pipeline.planned)
+            compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)], pipeline.reductions.get(number))
+            for number, chunk in enumerate(pipeline.planned)
         ]
         held = [self._write_begin(tape, values, number, chunk, lowerable) for number, chunk in enumerate(chunks)]
         for chunk in chunks:
@@ -151,6 +152,7 @@ class PipelineProgram:
             for chunk in pipeline.chunks
         ]
         Walk(tape, chunks, pipeline.schedule.stage_of, carried).write(pipeline.simulation.order, held)
+        self._write_reductions(tape, chunks, held, lowerable)
         ends = self._write_end(tape, values, chunks, held, lowerable)
         layers.give([own for own in pipeline.stacks if own.stack.is_gradient])
         self._write_rounds(tape, values, lowerable)
@@ -199,7 +201,8 @@ class PipelineProgram:
                 spot = Spot(("part", number, part.slot, index), places[part.slot], of.aval)
                 held.micro.setdefault(index, {})[part.slot] = spot
                 made.append(spot)
-        sums = [passes.sum_of(leaf) for leaf in passes.weights]
+        held_sums, mesh = compiled.planned.held, compiled.planned.mesh
+        sums = [held_sums[leaf].struct(mesh) if leaf in held_sums else passes.sum_of(leaf) for leaf in passes.weights]
         for leaf, struct in zip(passes.weights, sums, strict=True):
             slot = Slot(Holds.SUM, leaf)
             held.step[slot] = Spot(("zero", number, leaf), places[slot], struct)
@@ -210,6 +213,24 @@ class PipelineProgram:
             lowerable[f"begin{number}"] = Lowerable(run, _types(whole))
         return held
 
+    def _write_reductions(self, tape: Tape, chunks: Sequence[CompiledChunk], held: Sequence[Held], lowerable: dict[str, Lowerable]) -> None:
+        """Writes what completes the sums of gradients that no micro-batch reduces."""
+        for number, planned in self._pipeline.reductions.items():
+            chunk, own = chunks[number], held[number]
+            task = chunk.reduction
+            assert task is not None, "the chunk was compiled with its reduction"
+            avals = planned.program.avals
+            made = [Spot((planned.name, slot), chunk.shardings[slot], avals[slot]) for slot in task.outputs]
+            if task.jitted.run is not None:
+                tape.run(
+                    task.jitted.run,
+                    [own.step.pop(slot).name for slot in task.inputs],
+                    [spot.name for spot in made],
+                    AfterRun(planned.name),
+                )
+            own.step.update(zip(task.outputs, made, strict=True))
+            _note(lowerable, planned.name, task.jitted)
+
     def _write_end(
         self, tape: Tape, values: Values, chunks: Sequence[CompiledChunk], held: Sequence[Held], lowerable: dict[str, Lowerable]
     ) -> list[Any]:
@@ -219,11 +240,11 @@ class PipelineProgram:
         found: dict[int, list[_Result]] = {}
         for index, leaf in loss.gradient_of.items():
             first, *others = pipeline.readers(leaf)
-            slot, var = Slot(Holds.SUM, leaf), outvars[index]
+            slot, var = chunks[first].total(leaf), outvars[index]
             place, stage = chunks[first].shardings[slot], pipeline.stage_of_chunk(first)
             pieces = [held[first].step[slot]]
             for other in others:
-                spot = held[other].step[slot]
+                spot = held[other].step[chunks[other].total(leaf)]
                 event = crossing(Moved.GRADIENT, pipeline.stage_of_chunk(other), stage, spot)
                 pieces += move(tape, [spot], [place], event)
             joint = Joint(len(pieces), loss.types[index].dtype)

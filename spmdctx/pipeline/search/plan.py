@@ -14,11 +14,12 @@ from spmdctx.pipeline.schedule.bounds import Bounds
 from spmdctx.pipeline.search.balance import balanced
 from spmdctx.pipeline.search.bound import least_makespan_of_cuts_s
 from spmdctx.pipeline.search.proven import LeastWork, bounds_note, least_of_all_s, least_of_chunks_s, least_of_cuts_s, least_work
+from spmdctx.pipeline.search.reduced import Chosen, best_completed, reduced_once, reduction_notes
 from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.search.suggestion import suggested
 from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
-from spmdctx.pipeline.stages.plans import Planner
+from spmdctx.pipeline.stages.plans import REDUCTION, Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
 from spmdctx.trace.build.program import Program
@@ -38,14 +39,29 @@ class PipelinePlanner:
     def __init__(self, step: PipelinedStep, settings: Settings, planner: Planner) -> None:
         self._loss, self._settings = cut_loss(step, settings), settings
         self._planner = AlikePlanner(planner)
-        self._begun: dict[tuple[int, int], tuple[tuple[int, ...], LogicalMesh | None]] = {}
+        self._begun: dict[tuple[int, int, bool], tuple[tuple[int, ...], LogicalMesh | None]] = {}
 
     def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
         """Plans one number of stages and one schedule; see `plan_pipeline`."""
+        room = settings.memory_bytes or settings.topology.memory_bytes
+        is_binding = settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel"
+        staging, stages, found = reduced_once(
+            lambda may_wait: self._planned(settings, num_chunks, schedule_of, may_wait, room), room, is_binding=is_binding
+        )
+        if is_binding:
+            stages, found = _within(staging, stages, found, room)
+        found.notes += [*reduction_notes(found), *stacked_notes(found)]
+        if settings.context.parallel_mode == "auto_parallel":
+            found.bounds = self._bounds(staging, stages)
+            found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))
+        return found
+
+    def _planned(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, holds: bool, room: int) -> Chosen:
+        """Plans with gradients that may wait for the last micro-batch to be reduced, or without."""
         free = replace(settings, memory_bytes=None)
-        staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner)
+        staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner, holds=holds)
         # Another schedule of as many chunks has moved the cuts, and found a mesh.
-        known = (num_chunks, staging.settings.num_devices)
+        known = (num_chunks, staging.settings.num_devices, holds)
         if known not in self._begun:
             stages = balanced(staging)
             self._begun[known] = stages.places, staging.settings.mesh
@@ -53,14 +69,7 @@ class PipelinePlanner:
             places, mesh = self._begun[known]
             staging.settings = replace(staging.settings, mesh=mesh)
             stages = staging.plan(places)
-        found = completed(staging, stages)
-        if settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel":
-            stages, found = _within(staging, stages, found, settings.memory_bytes)
-        found.notes += stacked_notes(found)
-        if settings.context.parallel_mode == "auto_parallel":
-            found.bounds = self._bounds(staging, stages)
-            found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))
-        return found
+        return Chosen(staging, stages, best_completed(staging, stages, room))
 
     def least_of_all_s(self, num_chunks: int, single: Program | None) -> float:
         """Returns seconds below which no step runs in so many chunks at most, nor without a pipeline as the program `single`; see there."""
@@ -104,7 +113,9 @@ def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData,
         PlanMismatchError: the plan in the file `where` was made for another program.
     """
     schedule = plan.simulation.schedule
-    staging = Staging(cut_loss(step, settings), replace(settings, memory_bytes=None), schedule.num_chunks, lambda *_: schedule, planner)
+    holds = any(name.startswith(REDUCTION) for stage in plan.stages for name in stage.after)
+    free = replace(settings, memory_bytes=None)
+    staging = Staging(cut_loss(step, settings), free, schedule.num_chunks, lambda *_: schedule, planner, holds)
     staging.check(plan.cuts, where)
     staging.settings = replace(staging.settings, mesh=plan.logical_mesh)
     found = completed(staging, staging.plan(plan.cuts))
@@ -132,7 +143,7 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
         except InfeasibleError as error:
             raise _over(found, memories, budget) from error
         tight.settings = replace(tight.settings, memory_bytes=None)
-        found = completed(tight, stages)
+        found = best_completed(tight, stages, budget)
         memories = memory_of(found)
     if max(own.peak_bytes for own in memories) > budget:
         raise _over(found, memories, budget)

@@ -34,10 +34,11 @@ class AlikePlanner:
 def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
     inputs = tuple((leaf.role, leaf.donated, leaf.metadata) for leaf in captured.inputs)
     outputs = tuple(leaf.carried_from for leaf in captured.outputs)
-    pins = repr(captured.program.user_pins) if captured.program is not None else ""
+    pins = repr((captured.program.user_pins, captured.program.graph.accumulators)) if captured.program is not None else ""
     return (
         *(str(captured.jaxpr), inputs, outputs, captured.mesh_axes, pins),
-        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology, settings.context.dataset_strategy),
+        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology),
+        *(settings.context.dataset_strategy, settings.context.parallel_mode),
     )
 
 

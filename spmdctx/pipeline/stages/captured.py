@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import jax.extend.core as jexc
 
 from spmdctx.errors import StrategyError
-from spmdctx.ir.graph import LITERAL, Role
+from spmdctx.ir.graph import LITERAL, Accumulator, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.trace.build.build import Argument, build
-from spmdctx.trace.build.program import UserPin
+from spmdctx.trace.build.program import Program, UserPin
 from spmdctx.trace.capture.capture import Captured, InputLeaf, OutputLeaf
 from spmdctx.trace.capture.pytrees import PureFlattening
 from spmdctx.trace.scope.settings import Settings
@@ -127,17 +127,44 @@ def captured_program(
     return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))
 
 
-def captured_task(name: str, program: TaskProgram, leaves: Sequence[LossLeaf], mesh: LogicalMesh | None, pins: Pins) -> Captured:
-    """Returns a program of a chunk as a captured step, with the inputs of the loss, and shardings that are decided."""
+def captured_task(
+    name: str,
+    program: TaskProgram,
+    leaves: Sequence[LossLeaf],
+    mesh: LogicalMesh | None,
+    pins: Pins,
+    runs: int = 1,
+    sum_role: Role = Role.OPTIMIZER,
+) -> Captured:
+    """Returns a program of a chunk as a captured step.
+
+    Args:
+        name: of the program.
+        program: the program.
+        leaves: the inputs of the loss.
+        mesh: the one that the pins are written for; None if there are none.
+        pins: shardings that are decided.
+        runs: the runs after which sums of gradients are complete, if they may wait until then to be reduced; else 1.
+        sum_role: the role of these sums; the parallel optimizer splits those that are part of its state.
+    """
     sums = {slot: index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM}
-    operands = [_operand(slot, leaves, pins.get(slot)) for slot in program.inputs]
+    operands = [_operand(slot, leaves, pins.get(slot), sum_role) for slot in program.inputs]
     results = [Outcome(f"{slot.holds} {slot.number}", pins.get(slot), sums.get(slot)) for slot in program.outputs]
-    return captured_program(name, program.jaxpr, mesh, operands, results)
+    captured = captured_program(name, program.jaxpr, mesh, operands, results)
+    return captured if runs == 1 else replace(captured, program=_accumulating(captured.built(), program, runs))
 
 
-def _operand(slot: Slot, leaves: Sequence[LossLeaf], pin: TensorSharding | None) -> Operand:
+def _accumulating(built: Program, program: TaskProgram, runs: int) -> Program:
+    """Returns a program whose graph says that several runs add up the sums of gradients."""
+    made = dict(zip(program.outputs, built.graph.outputs, strict=True))
+    given = zip(program.inputs, built.graph.inputs, strict=True)
+    found = [Accumulator(value, made[slot], runs) for slot, value in given if slot.holds is Holds.SUM and slot in made]
+    return replace(built, graph=replace(built.graph, accumulators=tuple(found)))
+
+
+def _operand(slot: Slot, leaves: Sequence[LossLeaf], pin: TensorSharding | None, sum_role: Role) -> Operand:
     if slot.holds is Holds.LEAF:
         return Operand(leaves[slot.number].path, leaves[slot.number].role, pin)
     if slot.holds is Holds.SUM:
-        return Operand(f"gradient of {leaves[slot.number].path}", Role.OPTIMIZER, pin, donated=True)
+        return Operand(f"gradient of {leaves[slot.number].path}", sum_role, pin, donated=True)
     return Operand(f"{slot.holds} {slot.number}", Role.BATCH if slot.holds is Holds.ENTERING else Role.ARGUMENT, pin)

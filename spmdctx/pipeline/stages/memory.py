@@ -13,7 +13,7 @@ from spmdctx.pipeline.cut.line import is_array, num_bytes, variables
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.schedule.tasks import Kind, Task
 from spmdctx.pipeline.stages.homes import homes_of
-from spmdctx.pipeline.stages.plans import PlannedChunk
+from spmdctx.pipeline.stages.plans import PlannedChunk, PlannedTask
 from spmdctx.pipeline.stages.whole import PlannedPipeline, PlannedProgram, foreign_operands, mesh_of, sharding_of, stages_of
 
 
@@ -46,6 +46,8 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
     for task in pipeline.simulation.order:
         _run(task, pipeline, chunks, stages)
     state = [own.state + own.held for own in stages]
+    for number, reduction in pipeline.reductions.items():
+        chunks[number].complete(reduction, stages[pipeline.stage_of_chunk(number)])
     for var, lies_on in _gradients(pipeline):
         for stage in lies_on:
             stages[stage].after += home.size(var)
@@ -134,6 +136,14 @@ class _Chunk:
             elif slot.holds is Holds.LEAF:
                 self._begun += 0 if home.has(atoms[slot.number], own_stage, self.dims[slot]) else size
         stage.held += self._begun
+
+    def complete(self, reduction: PlannedTask, stage: _Stage) -> None:
+        """Runs the program that completes sums, which are gone when it ends."""
+        sums = sum(self.size[slot] for slot in reduction.program.inputs)
+        stage.runs(reduction.name, max(0, reduction.planned.plan.cost.memory_bytes - sums))
+        dims, body = reduction.shardings, reduction.program.jaxpr.jaxpr
+        made = zip(reduction.program.outputs, body.outvars, strict=True)
+        stage.held += sum(_local(var, dims[slot], self.planned.mesh) for slot, var in made) - sums
 
     def extra(self, kind: Kind) -> int:
         """Returns what a program adds to its operands while it runs."""

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Protocol
 
 from spmdctx.cost.price.directives import Directives
+from spmdctx.ir.analysis.loop_sums import reduced_dtype
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.pipeline.programs.joint import joint_program
 from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.reduction import HeldSum, reduction_program
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.pipeline.programs.split import split_backward
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
-from spmdctx.pipeline.stages.captured import LossLeaf, captured_task, with_entries
+from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program, captured_task, with_entries
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -48,6 +51,9 @@ class Planned(Protocol):
 
 Planner = Callable[[Captured, Settings], Planned]
 
+REDUCTION = "reduce"
+"""The first letters of the names of programs that complete gradients after the last micro-batch."""
+
 
 @dataclass(frozen=True)
 class PlannedTask:
@@ -74,6 +80,11 @@ class PlannedChunk:
     joint: PlannedTask
     tasks: Mapping[Kind, PlannedTask]
 
+    @cached_property
+    def held(self) -> dict[int, HeldSum]:
+        """The sums of gradients that no micro-batch reduces, by their leaves."""
+        return {leaf: own for task in self.tasks.values() for leaf, own in _held_sums(task).items()}
+
     @property
     def mesh(self) -> LogicalMesh:
         """The mesh of the chunk's stage."""
@@ -94,10 +105,14 @@ class ChunkPlanner:
         settings: of one stage: its number of devices, and its mesh if that is decided.
         leaves: the inputs of the loss.
         splits_backward: whether the gradients of weights are tasks of their own.
+        runs: the micro-batches after which gradients are complete, if they may wait until then to be reduced; else 1.
     """
 
-    def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool) -> None:
+    def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool, runs: int = 1) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
+        self._runs, context = runs, settings.context
+        is_whole = context.enable_parallel_optimizer and not context.parallel_optimizer_config.gradient_accumulation_shard
+        self._sum_role = Role.ARGUMENT if is_whole else Role.OPTIMIZER
 
     def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
         """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
@@ -139,7 +154,7 @@ class ChunkPlanner:
 
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
-        captured = captured_task(name, program, self._leaves, self._settings.mesh, own)
+        captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._runs, self._sum_role)
         batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
         # What is decided, or comes from another chunk, needs no entry.
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
@@ -160,3 +175,78 @@ def _as_twins(own: TaskProgram, twins: Mapping[int, int], chunks: Sequence[Plann
             first, *rest = joint.shardings[twin]
             found[slot] = (first if joint.program.avals[twin].shape[0] == aval.shape[0] else (), *rest)
     return found
+
+
+def _held_sums(task: PlannedTask) -> dict[int, HeldSum]:
+    """Returns the sums that a program leaves unreduced, by their leaves."""
+    planned, shardings, avals, found = task.planned, task.shardings, task.program.avals, {}
+    sums, graph = planned.directives.loop_sums, planned.program.graph
+    for slot, value in zip(task.program.outputs, graph.outputs, strict=True):
+        if slot.holds is Holds.SUM and value in sums.totals:
+            total = sums.totals[value]
+            dtype = reduced_dtype(graph, value, total.terms, planned.directives.widened)
+            found[slot.number] = HeldSum(total.axes, shardings[slot], avals[slot], dtype)
+    return found
+
+
+class Totals:
+    """The programs that complete the sums of gradients which no micro-batch reduces, by chunk.
+
+    Gradients of one parameter, and of layers of one stack, are split alike.
+
+    Args:
+        planner: plans a captured program.
+        settings: of one stage.
+        scatters: whether devices that add to a sum get a part of the total each, where it divides; else each gets all of it.
+    """
+
+    def __init__(self, planner: Planner, settings: Settings, *, scatters: bool) -> None:
+        # There is nothing to search: the reduction is the only one that both shardings allow.
+        own = settings.context.with_checked({"parallel_mode": "semi_auto_parallel"})
+        self._planner, self._settings, self._scatters = planner, replace(settings, context=own), scatters
+        self.planned: dict[int, PlannedTask] = {}
+        self._chunks: list[PlannedChunk] = []
+
+    def plan(self, chunks: Sequence[PlannedChunk], stage_of: Sequence[int], paths: Sequence[str], twins: Mapping[int, int]) -> None:
+        """Plans the programs of all chunks, which lie on some stages; `paths` name the leaves, for `twins` see `ChunkPlanner.plan`."""
+        for number, chunk in enumerate(chunks):
+            if chunk.held:
+                name = f"{REDUCTION}{stage_of[:number].count(stage_of[number])}_{stage_of[number]}"
+                program, operands, results = reduction_program(chunk.held, chunk.mesh), [], []
+                for leaf, own in chunk.held.items():
+                    known = self._of_twin(own, leaf, twins)
+                    is_layer = leaf in twins or leaf in twins.values()
+                    operands.append(Operand(f"gradient of {paths[leaf]}", Role.ARGUMENT, (own.axes, *own.dims)))
+                    results.append(
+                        Outcome(f"gradient of {paths[leaf]}", self._split(own, chunk.mesh, is_layer) if known is None else known)
+                    )
+                captured = captured_program(name, program.jaxpr, chunk.mesh, operands, results)
+                self.planned[number] = PlannedTask(program, self._planner(captured, with_entries(self._settings, ())), name)
+            self._chunks.append(chunk)
+
+    def sharding(self, number: int, leaf: int) -> TensorSharding:
+        """Returns how the devices of a chunk share the gradient of a leaf when it is complete."""
+        chunk = self._chunks[number]
+        if leaf in chunk.held:
+            return self.planned[number].shardings[Slot(Holds.TOTAL, leaf)]
+        return chunk.joint.shardings[Slot(Holds.SUM, leaf)]
+
+    def _split(self, own: HeldSum, mesh: LogicalMesh, is_layer: bool) -> TensorSharding:
+        """Returns the sharding of a total; layers are not split."""
+        if self._scatters:
+            for place in range(int(is_layer), len(own.dims)):
+                names = (*own.dims[place], *own.axes)
+                if own.aval.shape[place] % mesh.num_slices(names) == 0:
+                    return (*own.dims[:place], names, *own.dims[place + 1 :])
+        return own.dims
+
+    def _of_twin(self, own: HeldSum, leaf: int, twins: Mapping[int, int]) -> TensorSharding | None:
+        """Returns the sharding that the gradient of the same parameter, or of other layers of its stack, has in an earlier chunk."""
+        twin = twins.get(leaf, leaf)
+        number = next((number for number, chunk in enumerate(self._chunks) if twin in chunk.passes.weights), None)
+        if number is None:
+            return None
+        dims = self.sharding(number, twin)
+        if twin == leaf or self._chunks[number].joint.program.avals[Slot(Holds.SUM, twin)].shape[0] == own.aval.shape[0]:
+            return dims
+        return ((), *dims[1:])

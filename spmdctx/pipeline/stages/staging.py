@@ -145,11 +145,15 @@ class Staging:
         num_chunks: into how many parts the loss is cut.
         schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
         planner: plans a captured program on the devices of one stage.
+        holds: whether gradients may wait for the last micro-batch to be reduced; those in buckets by index do not.
     """
 
-    def __init__(self, loss: CutLoss, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner) -> None:
+    def __init__(
+        self, loss: CutLoss, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, planner: Planner, holds: bool = True
+    ) -> None:
         self.loss, self.planner, self.given = loss, planner, settings
-        self.parts = num_chunks, schedule_of, planner
+        self.parts, self.holds = (num_chunks, schedule_of, planner, holds), holds
+        self._runs = loss.step.loss.num_micro if holds and not settings.context.fuses_by_index else 1
         self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
         even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
         self._stage_of = schedule_of(even, self._num_micro).stage_of
@@ -238,9 +242,10 @@ class Staging:
         own, chunks, passes, stacks, known = self.loss.divided(tuple(places))
         num_stages = max(self._stage_of) + 1
         kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
-        key = (self._splits, self.settings)
+        key = (self._splits, self._runs, self.settings)
         if key not in known:
-            known[key] = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits).plan(passes, _twins(stacks))
+            planner = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits, runs=self._runs)
+            known[key] = planner.plan(passes, twins_of(stacks))
         planned = known[key]
         # Other cuts are compared on the mesh that suits the first one.
         self.settings = replace(self.settings, mesh=planned[0].mesh)
@@ -285,7 +290,7 @@ class Staging:
         return Costs(forward, backward, backward / 2, backward / 2)
 
 
-def _twins(stacks: Sequence[Stack]) -> dict[int, int]:
+def twins_of(stacks: Sequence[Stack]) -> dict[int, int]:
     """Returns for layers of a stack the first ones of it, by their numbers as leaves."""
     return {part.leaf: stack.parts[0].leaf for stack in stacks for part in stack.parts[1:]}
 

@@ -22,8 +22,8 @@ from spmdctx.pipeline.schedule.bounds import Bounds
 from spmdctx.pipeline.schedule.simulate import Simulation
 from spmdctx.pipeline.schedule.tasks import Schedule
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program, with_entries
-from spmdctx.pipeline.stages.plans import Planned, PlannedChunk
-from spmdctx.pipeline.stages.staging import Stages, Staging
+from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask, Totals
+from spmdctx.pipeline.stages.staging import Stages, Staging, twins_of
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class PlannedPipeline:
 
     `placed` has the sharding of each array around the loss on its stage. `bounds` are those of the schedule, if not None.
     `stacks` are the stacked values whose layers are leaves of the loss, as stages keep them.
+    `reductions` are the programs that complete sums of gradients which no micro-batch reduces, by their chunks.
     """
 
     step: PipelinedStep
@@ -58,11 +59,21 @@ class PlannedPipeline:
     bounds: Bounds | None = None
     notes: list[str] = field(default_factory=list)
     stacks: Sequence[StoredStack] = ()
+    reductions: Mapping[int, PlannedTask] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
-        """The planned seconds of a step: the schedule, and what follows the loss."""
-        return self.simulation.makespan_s + sum(map(_round_s, self.rounds))
+        """The planned seconds of a step: the schedule, the reductions that wait for its end, and what follows the loss."""
+        return self.simulation.makespan_s + self.reduced_s + sum(map(_round_s, self.rounds))
+
+    @property
+    def reduced_s(self) -> float:
+        """The planned seconds of the reductions that wait for the end of the schedule; each stage does those of its chunks in turn."""
+        turns: dict[str, float] = {}
+        for own in self.reductions.values():
+            turn = own.name.partition("_")[0]
+            turns[turn] = max(turns.get(turn, 0.0), own.planned.plan.cost.total_s)
+        return sum(turns.values())
 
     @cached_property
     def union(self) -> LogicalMesh:
@@ -90,8 +101,13 @@ def _round_s(programs: Sequence[PlannedProgram]) -> float:
     return sum(map(max, seconds.values()))
 
 
-def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
+def completed(staging: Staging, stages: Stages, *, scatters: bool = False) -> PlannedPipeline:
     """Plans what a step does around its loss, whose stages are planned.
+
+    Args:
+        staging: what planned them.
+        stages: the stages.
+        scatters: whether devices get a part each of gradients that wait for the last micro-batch to be reduced; else they get all.
 
     Raises:
         UnsupportedError: what follows the loss mixes arrays that stages share by layers with others.
@@ -112,7 +128,10 @@ def completed(staging: Staging, stages: Stages) -> PlannedPipeline:
     pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, line, stages.planned, mesh)
     pipeline.stacks = stages.stacks
     pipeline.notes += notes
-    _place_leaves(pipeline)
+    totals = Totals(staging.planner, replace(staging.settings, mesh=mesh), scatters=scatters)
+    totals.plan(stages.planned, stages.schedule.stage_of, stages.loss.step.loss.paths, twins_of([own.stack for own in stages.stacks]))
+    pipeline.reductions = totals.planned
+    _place_leaves(pipeline, totals)
     _plan_rounds(pipeline, staging)
     return pipeline
 
@@ -149,7 +168,7 @@ def _is_literal(atom: Any) -> bool:
     return hasattr(atom, "val")
 
 
-def _place_leaves(pipeline: PlannedPipeline) -> None:
+def _place_leaves(pipeline: PlannedPipeline, totals: Totals) -> None:
     """Fills in the shardings of the loss's leaves, of its gradients, and of what stacks them."""
     loss, around = pipeline.step.loss, pipeline.around
     for leaf, var in enumerate(around.loss.invars):
@@ -157,12 +176,12 @@ def _place_leaves(pipeline: PlannedPipeline) -> None:
         if readers and not _is_literal(var):
             pipeline.placed[var] = pipeline.planned[readers[0]].joint.shardings[Slot(Holds.LEAF, leaf)]
     for index, leaf in loss.gradient_of.items():
-        pipeline.placed[around.loss.outvars[index]] = pipeline.planned[pipeline.readers(leaf)[0]].joint.shardings[Slot(Holds.SUM, leaf)]
-
+        pipeline.placed[around.loss.outvars[index]] = totals.sharding(pipeline.readers(leaf)[0], leaf)
     for own in pipeline.stacks:
         first = own.stack.parts[0].leaf
-        slot = Slot(Holds.SUM if own.stack.is_gradient else Holds.LEAF, first)
-        dims = pipeline.planned[pipeline.readers(first)[0]].joint.shardings[slot]
+        number = pipeline.readers(first)[0]
+        slot = Slot(Holds.LEAF, first)
+        dims = totals.sharding(number, first) if own.stack.is_gradient else pipeline.planned[number].joint.shardings[slot]
         # Unless all stages have as many, layers may be fewer than devices: then the devices of a stage have them all.
         layers = dims[0] if own.is_at_home else ()
         pipeline.placed[own.stack.whole] = ((pipeline.union.names[0], *layers) if own.is_spread else layers, *dims[1:])

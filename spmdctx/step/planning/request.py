@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from spmdctx.context.layers import AutoParallelContext
 from spmdctx.cost.step import Step
+from spmdctx.ir.analysis.loop_sums import LoopSum
 from spmdctx.search.optimizer.asked import optimizer_sharding
 from spmdctx.search.optimizer.couplings import couplings
 from spmdctx.search.optimizer.state import layer_dims
 from spmdctx.search.reduced_once import sums_of_gradients
 from spmdctx.search.select import SearchOptions
 from spmdctx.search.setup.limits import AlgoLimits
-from spmdctx.search.setup.request import ManualSpecs, OptimizerSharding, Request, ValuePin
+from spmdctx.search.setup.request import Coupling, ManualSpecs, OptimizerSharding, Request, ValuePin
 from spmdctx.trace.build.origins import differentiated_ops
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -55,8 +57,16 @@ def request_of(program: Program, captured: Captured, settings: Settings) -> Requ
         layerwise=layerwise,
         optimizer=optimizer,
         couplings=coupled,
-        once=sums_of_gradients(program.graph, coupled) if context.grad_accumulation_step > 1 and settings.num_devices > 1 else (),
+        once=_once(program, coupled, settings),
     )
+
+
+def _once(program: Program, coupled: Iterable[Coupling], settings: Settings) -> tuple[LoopSum, ...]:
+    """Returns the sums that wait until they are complete; of accumulators, dynamic programming decides which do."""
+    graph, is_searched = program.graph, search_mode(settings) == "dynamic_programming"
+    if settings.num_devices == 1 or not (settings.context.grad_accumulation_step > 1 or graph.accumulators):
+        return ()
+    return tuple(one for one in sums_of_gradients(graph, coupled) if one.repeats >= 1 or not is_searched)
 
 
 def _optimizer(program: Program, context: AutoParallelContext) -> OptimizerSharding | None:

@@ -1,0 +1,86 @@
+"""Decides whether gradients wait for the last micro-batch to be reduced, and tells what that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from spmdctx.pipeline.stages.memory import memory_of
+from spmdctx.pipeline.stages.sizes import device_bytes
+from spmdctx.pipeline.stages.staging import Stages, Staging
+from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.wording import bytes_text, counted, seconds_text
+
+IN_TURNS = "Gradients are reduced in every micro-batch, not once per step: sums that wait do not fit in the memory."
+
+
+class Chosen(NamedTuple):
+    """A planned pipeline with the stages that it is made of."""
+
+    staging: Staging
+    stages: Stages
+    found: PlannedPipeline
+
+
+def reduced_once(plan: Callable[[bool], Chosen], room: int, *, is_binding: bool) -> Chosen:
+    """Returns the plan whose gradients wait where that is worthwhile; if it does not fit, the one that reduces them in every micro-batch.
+
+    Args:
+        plan: plans with gradients that may wait, or without.
+        room: bytes of a device.
+        is_binding: whether a plan that does not fit is of no use.
+    """
+    once = plan(True)
+    peak = _peak(once.found)
+    if peak <= room or not once.found.reductions or not (is_binding or _may_fit(once.found, room)):
+        return once
+    in_turns = plan(False)
+    if _peak(in_turns.found) >= peak:
+        return once
+    in_turns.found.notes.append(IN_TURNS)
+    return in_turns
+
+
+def best_completed(staging: Staging, stages: Stages, room: int) -> PlannedPipeline:
+    """Plans what follows the loss, with the sums that wait reduced as is faster within `room` bytes: to all devices, or to a part each.
+
+    Only where splits are searched, or the parallel optimizer splits what reads gradients, are both tried.
+    """
+    found = completed(staging, stages)
+    context = staging.settings.context
+    if not found.reductions or not (context.parallel_mode == "auto_parallel" or context.enable_parallel_optimizer):
+        return found
+    return min(found, completed(staging, stages, scatters=True), key=lambda own: _rank(own, room))
+
+
+def _rank(found: PlannedPipeline, room: int) -> tuple[int, float]:
+    return max(0, _peak(found) - room), found.total_s
+
+
+def _peak(found: PlannedPipeline) -> int:
+    return max(own.peak_bytes for own in memory_of(found))
+
+
+def _may_fit(found: PlannedPipeline, room: int) -> bool:
+    """Returns whether stages could fit if the sums that wait took no memory."""
+    return all(own.peak_bytes - less <= room for own, less in zip(memory_of(found), held_bytes(found), strict=True))
+
+
+def held_bytes(pipeline: PlannedPipeline) -> list[int]:
+    """Returns the bytes on a device of each stage of the sums that wait."""
+    found = [0] * pipeline.schedule.num_stages
+    for number, chunk in enumerate(pipeline.planned):
+        sizes = (device_bytes(own.aval, own.dims, chunk.mesh) for own in chunk.held.values())
+        found[pipeline.stage_of_chunk(number)] += sum(sizes)
+    return found
+
+
+def reduction_notes(pipeline: PlannedPipeline) -> list[str]:
+    """Returns a note on gradients that wait for the last micro-batch to be reduced, or nothing."""
+    count = sum(len(chunk.held) for chunk in pipeline.planned)
+    if not count:
+        return []
+    return [
+        f"{counted(count, 'gradient')} are reduced once per step, in {seconds_text(pipeline.reduced_s)} after the last micro-batch. Until "
+        f"then each device adds up its own, in sums of up to {bytes_text(max(held_bytes(pipeline)))}."
+    ]

@@ -1,0 +1,195 @@
+"""Gradients of a pipeline are added up on each device alone, and reduced once in a step, by programs of their own."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdctx
+from spmdctx.lowering.rewrite.partial_terms import turned, turned_dims
+from spmdctx.pipeline.search import reduced
+from tests.pipeline.losses import batch, decoder, loss
+
+TX = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+SCHEDULES = {
+    "gpipe": {"pipeline_scheduler": "gpipe"},
+    "1f1b": {"pipeline_scheduler": "1f1b"},
+    "interleaved": {"pipeline_scheduler": "1f1b", "pipeline_interleave": True},
+    "zero_bubble_h1": {"pipeline_scheduler": "zero_bubble_h1"},
+    "zero_bubble_v": {"pipeline_scheduler": "zero_bubble_v"},
+}
+REDUCED = ("all_reduce", "reduce_scatter", "all_to_all")
+
+
+def split_loss(params, given, ways=2):
+    """Rows are split two ways, and hidden layers `ways`; nothing is if that is 1."""
+    wide = narrow = jnp.matmul
+    if ways > 1:
+        wide, narrow = (spmdctx.shard(jnp.matmul, in_strategy=own) for own in (((2, 1), (1, ways)), ((2, ways), (ways, 1))))
+    x, y = given
+    for own in params["layers"]:
+        x = x + narrow(jnp.tanh(wide(x, own["up"])), own["down"]) + own["bias"]
+    return jnp.mean((x @ params["head"] - y) ** 2)
+
+
+def split_arguments(dtype=jnp.float64):
+    keys = iter(jax.random.split(jax.random.key(0), 7))
+
+    def weight(*shape):
+        return jax.random.normal(next(keys), shape, dtype) / shape[0] ** 0.5
+
+    layers = [{"up": weight(16, 32), "down": weight(32, 16), "bias": jnp.zeros(16, dtype)} for _ in range(2)]
+    params = {"layers": layers, "head": weight(16, 16)}
+    return params, TX.init(params), (weight(16, 16), weight(16, 16))
+
+
+def arguments(dtype=jnp.float64, **model):
+    params = jax.tree.map(lambda own: own.astype(dtype), decoder(jax.random.key(0), 2, **model))
+    return params, TX.init(params), batch(jax.random.key(1), 16)
+
+
+def program(loss, **options):
+    def step(params, state, given):
+        cell = spmdctx.PipelineCell(lambda params, given: loss(params, given, **options), micro_size=4)
+        value, gradients = spmdctx.value_and_grad(cell)(params, given)
+        updates, state = TX.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return step
+
+
+def parallel(step, schedule="1f1b", **options):
+    config = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "pipeline_config": SCHEDULES[schedule]}
+    return spmdctx.parallel(step, **{**config, **options})
+
+
+def reductions_of(plan):
+    return {name: own for stage in plan.stages for name, own in stage.after.items() if name.startswith("reduce")}
+
+
+def in_turns(plan):
+    """The bytes that backward passes of one micro-batch reduce of gradients, all of which are matrices here, over slices of the batch."""
+    tasks = {name: own for stage in plan.stages for name, own in stage.tasks.items() if not name.startswith("forward")}
+    return [row for own in tasks.values() for row in own.collectives if row.kind in REDUCED and "data" in row.axes]
+
+
+def assert_equal(run, step, given):
+    """Compares two steps with those of one device."""
+    params, state, given = given
+    mine, theirs, one = (params, state), (params, state), jax.jit(step)
+    for _ in range(2):
+        *mine, value = run(*mine, given)
+        *theirs, expected = one(*theirs, given)
+    np.testing.assert_allclose(value, expected, rtol=1e-9)
+    for own, other in zip(jax.tree.leaves(mine), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-9, atol=1e-9)
+
+
+CASES = [("interleaved", {"stacked": True}, {}), ("zero_bubble_v", {"tied": True}, {"remat": True})]
+
+
+@pytest.mark.parametrize(("schedule", "model", "options"), CASES, ids=[f"{own[0]}-{number}" for number, own in enumerate(CASES)])
+@pytest.mark.usefixtures("quick_compiler")
+def test_numbers_are_those_of_one_device(schedule, model, options):
+    with jax.enable_x64(True):
+        step, given = program(loss, **options), arguments(**model)
+        run = parallel(step, schedule)
+        plan = run.plan(*given)
+        assert reductions_of(plan)
+        assert not in_turns(plan)
+        assert_equal(run, step, given)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.usefixtures("quick_compiler")
+def test_weights_that_are_split_give_the_numbers_of_one_device(schedule):
+    with jax.enable_x64(True):
+        step, given = program(split_loss), split_arguments()
+        run = parallel(step, schedule, dataset_strategy=((2, 1), (2, 1)))
+        names = reductions_of(run.plan(*given))
+        assert len(names) >= 2
+        assert_equal(run, program(split_loss, ways=1), given)
+        report = run.audit(*given)
+    assert report.ok
+    assert {one.name: one.runs for one in report.programs if one.name in names} == dict.fromkeys(names, 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weights_that_are_split_wait_over_slices_of_the_batch_alone(schedule):
+    given = jax.eval_shape(lambda: split_arguments(jnp.float32))
+    run = parallel(program(split_loss, ways=4), schedule, dataset_strategy=((2, 1), (2, 1)), device_num=16, topology="tpu-v5e")
+    plan = run.plan(*given)
+    assert plan.mesh == {"data": 2, "model": 4}
+    assert not in_turns(plan)
+    rows = [row for own in reductions_of(plan).values() for row in own.collectives]
+    weights = [row for row in rows if row.payload_bytes > 4 * 16]
+    assert {(row.kind, row.repeats) for row in rows} == {("all_reduce", 1)}
+    assert sorted(row.payload_bytes for row in weights) == [16 * 8 * 4] * 4 + [16 * 16 * 4]
+
+
+@pytest.mark.parametrize("topology", ["tpu-v5e", "h100"])
+def test_a_search_lets_gradients_wait_where_that_is_faster(topology):
+    def residual_loss(params, given):
+        x, y = given
+        for up, down in params:
+            x = x + jnp.tanh(x @ up) @ down
+        return jnp.mean((x - y) ** 2)
+
+    params = [tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2048, 8192), (8192, 2048)))] * 2
+    given = params, jax.eval_shape(TX.init, params), (jax.ShapeDtypeStruct((65536, 2048), jnp.float32),) * 2
+    run = parallel(program(residual_loss), parallel_mode="auto_parallel", device_num=8, topology=topology)
+    plan, pipeline = run.plan(*given), run._entry_of(given, {}).pipeline
+    assert reductions_of(plan)
+    assert not in_turns(plan)
+    assert plan.step_s == pytest.approx(pipeline.total_s)
+    assert plan.step_s > pipeline.simulation.makespan_s + pipeline.reduced_s > pipeline.simulation.makespan_s
+    assert any("reduced once per step" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(
+    ("peaks", "is_binding", "waits", "plans"),
+    [
+        ((90, 70), False, True, 1),
+        ((110, 80), False, False, 2),
+        ((140, 120), False, True, 1),
+        ((140, 120), True, False, 2),
+        ((110, 115), True, True, 2),
+    ],
+)
+def test_sums_that_do_not_fit_do_not_wait(monkeypatch, peaks, is_binding, waits, plans):
+    asked = []
+
+    def chosen(may_wait):
+        asked.append(may_wait)
+        held, reductions = (30, {0: None}) if may_wait else (0, {})
+        return reduced.Chosen(None, None, SimpleNamespace(peak_bytes=peaks[not may_wait], held=held, reductions=reductions, notes=[]))
+
+    monkeypatch.setattr(reduced, "memory_of", lambda found: [found])
+    monkeypatch.setattr(reduced, "held_bytes", lambda found: [found.held])
+    found = reduced.reduced_once(chosen, 100, is_binding=is_binding).found
+    assert (bool(found.reductions), len(asked)) == (waits, plans)
+    assert found.notes == ([] if waits else [reduced.IN_TURNS])
+
+
+def test_a_saved_plan_is_planned_again_as_it_was(tmp_path):
+    path, given = tmp_path / "plan.json", jax.eval_shape(lambda: split_arguments(jnp.float32))
+    options = {"device_num": 8, "topology": "tpu-v5e"}
+    plan = parallel(program(split_loss), strategy_ckpt_save_file=str(path), **options).plan(*given)
+    again = parallel(program(split_loss), strategy_ckpt_load_file=str(path), **options).plan(*given)
+    assert reductions_of(plan)
+    assert again.to_json() == plan.to_json()
+
+
+def test_products_are_written_as_accumulators_have_them():
+    def product(x, y):
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((0,), (0,))), precision=("highest", "default"))
+
+    x, y = np.ones((2, 3, 4), np.float32), np.ones((2, 3, 5), np.float32)
+    (eqn,) = jax.make_jaxpr(product)(x, y).eqns
+    other = turned(eqn)
+    assert turned_dims(eqn) == [0, 2, 1]
+    made = eqn.primitive.bind(x, y, **eqn.params)
+    np.testing.assert_array_equal(other.primitive.bind(y, x, **other.params), jnp.transpose(made, turned_dims(eqn)))
