@@ -18,6 +18,7 @@ from spmdctx.gradients.parts import traced_in_parts
 from spmdctx.gradients.results import Row
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.server.program.rows import Tables
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
@@ -51,10 +52,11 @@ class ServedLoss:
 
 @dataclass(frozen=True)
 class ServedStep:
-    """A captured step, in whose program one equation stands for the loss and its gradients."""
+    """A captured step, in whose program one equation stands for the loss and its gradients; `tables` cross by rows."""
 
     captured: Captured
     loss: ServedLoss
+    tables: Tables | None = None
 
 
 def num_losses(target: Target, call: Call, static: Static, settings: Settings) -> int:

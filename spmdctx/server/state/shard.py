@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx.server.program.spec import Join, ServerSpec
+from spmdctx.server.state.table import Rows, RowTable, Touched
 
 Values = dict[str, Any]
 Exchange = Callable[[int, Values, tuple[str, ...]], Mapping[str, Any]]
@@ -22,19 +23,21 @@ class Shard:
 
     Args:
         spec: what it does.
-        values: the arrays that it holds, by slot.
+        values: the arrays that it holds, by slot; of tables its own rows.
         version: updates done.
     """
 
     def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int) -> None:
         jax.config.update("jax_enable_x64", spec.x64)
         self.spec, self.version = spec, version
-        self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
+        self.tables = [RowTable(own, {slot: values[slot] for slot in own.held}, version) for own in spec.tables]
+        self.values: Values = {slot: jnp.asarray(values[slot]) for slot in spec.held}
         self.results: dict[int, Any] = {}
         self._run = [None if own is None else jax.jit(jax.export.deserialize(bytearray(own.blob)).call) for own in spec.rounds]
         self._waiting: dict[int, Values] = {}
         self._sums: Values = {}
         self._given: Values = {}
+        self._rows: dict[str, list[Rows]] = {}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -52,6 +55,8 @@ class Shard:
             return self._next == self.spec.num_parts
 
     def _take(self, values: Values) -> None:
+        for table in self.spec.tables:
+            self._rows.setdefault(table.gradient, []).append(values[table.gradient])
         for slot, join in self.spec.joins.items():
             if join.kind == "stack":
                 self._sums.setdefault(slot, []).append(values[slot])
@@ -67,37 +72,63 @@ class Shard:
         """Runs the programs on the whole results, and takes over the next values; the version is one more then."""
         spec = self.spec
         held: Values = {**self.values, **self._given, **{slot: _whole(join, self._sums[slot], spec) for slot, join in spec.joins.items()}}
+        touched = self._touched(self._rows, held)
         for number, (program, own) in enumerate(zip((*self._run, None), (*spec.rounds, None), strict=True)):
             if spec.posts[number] or spec.awaits[number]:
                 held.update(exchange(number, {slot: np.asarray(held[slot]) for slot in spec.posts[number]}, spec.awaits[number]))
             if program is not None and own is not None:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
-        self._take_over(held)
+        self._take_over(held, touched)
 
-    def _take_over(self, held: Values) -> None:
+    def _touched(self, rows: Mapping[str, list[Rows]], held: Values) -> list[Touched]:
+        """Returns, for each table, the rows that are renewed; `held` takes them."""
+        found = []
+        for table in self.tables:
+            gradient = table.spec.gradient
+            own = table.touched(rows[gradient], len(rows[gradient]))
+            held.update(zip(table.spec.held, own.held, strict=True))
+            held[gradient] = own.gradient
+            found.append(own)
+        return found
+
+    def _take_over(self, held: Values, touched: Sequence[Touched]) -> None:
         spec = self.spec
         renewed = {slot: held[after] if isinstance(after, str) else after for slot, after in spec.renewed.items()}
         renewed = {slot: jnp.asarray(value) for slot, value in renewed.items()}
         jax.block_until_ready(list(renewed.values()))
+        for table, own in zip(self.tables, touched, strict=True):
+            table.renew(own, held)
         with self._lock:
             self.values = renewed
             self.results = {number: np.asarray(held[slot]) for number, slot in spec.results.items()}
-            self._waiting, self._sums, self._given, self._next = {}, {}, {}, 0
+            self._waiting, self._sums, self._given, self._rows, self._next = {}, {}, {}, {}, 0
             self.version += 1
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Renews the arrays by the values of one part alone."""
         spec = self.spec
         held = {**self.values, **values}
+        touched = self._touched({table.gradient: [values[table.gradient]] for table in spec.tables}, held)
         for program, own in zip(self._run, spec.rounds, strict=True):
             if program is not None and own is not None:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
-        self._take_over(held)
+        self._take_over(held, touched)
 
     def pull(self, slots: Sequence[str]) -> tuple[int, list[np.ndarray[Any, Any]]]:
         """Returns the version, and arrays as they are now."""
         with self._lock:
             return self.version, [np.asarray(self.values[slot]) for slot in slots]
+
+    def pull_rows(self, places: Mapping[int, np.ndarray[Any, Any]]) -> tuple[int, dict[int, np.ndarray[Any, Any]]]:
+        """Returns the version, and rows of tables as they are now, by the number of the table."""
+        return self.version, {number: self.tables[number].pull(own) for number, own in places.items()}
+
+    def saved(self) -> Values:
+        """Returns the arrays as they are now, by slot; those of tables change with the next update."""
+        found = dict(self.values)
+        for table in self.tables:
+            found.update(table.arrays())
+        return found
 
 
 @jax.jit
