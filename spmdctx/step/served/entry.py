@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+import jax
+
 from spmdctx.ir.graph import Role
 from spmdctx.lowering.compile import JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
-from spmdctx.server.engine.client import Client
+from spmdctx.server.alone import run_alone
+from spmdctx.server.engine.client import NUM_WORKERS, Client
 from spmdctx.server.engine.scheduler import Job
+from spmdctx.server.loads import server_loads
+from spmdctx.server.plan import served_plan
 from spmdctx.server.program.capture import ServedStep
-from spmdctx.server.program.cut import cut_step
+from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.worker import WorkerProgram, worker_program
 from spmdctx.server.remote import fetched
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import Planned, plan_program
 from spmdctx.step.served.run import ServedRun
+from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
+from spmdctx.trace.scope.mesh import auto_axes, without_one_device
 
 
 class FetchingEntry(Entry):
@@ -45,14 +53,21 @@ class ServedEntry(Entry):
         return worker_program(self.step, cut_step(self.step, 1))
 
     @cached_property
+    def cut(self) -> Cut:
+        """The step, cut for the servers that the context asks for."""
+        return cut_step(self.step, self.environment.context.servers.num_servers)
+
+    @cached_property
     def planned(self) -> Planned:
-        """The plan of that program on this worker's devices."""
+        """The plan of that program on this worker's devices, with the servers."""
         part, inputs = self.part, self.captured.inputs
         operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
         operands.append(Operand("number of the part", Role.ARGUMENT))
         results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
         captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)
-        return plan_program(replace(captured, notes=(*self.captured.notes, *self._notes)), self.environment.settings)
+        planned = plan_program(replace(captured, notes=(*self.captured.notes, *self._notes)), self.environment.settings)
+        workers = int(os.environ.get(NUM_WORKERS, "1"))
+        return replace(planned, plan=served_plan(planned.plan, server_loads(self.step, self.cut), self.step.loss.num_parts, workers))
 
     @cached_property
     def program(self) -> Any:
@@ -75,6 +90,28 @@ class ServedEntry(Entry):
         folder = own.folder or tempfile.mkdtemp(prefix="spmdctx-ps-")
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
         return ServedRun(self.step, self.part, self.program.jitted, client)
+
+    def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
+        """Lowers the program of one part."""
+        del leaves
+        with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
+            lowered: jax.stages.Lowered = self.program.jitted.lower(*map(struct_of, self.part.jaxpr.in_avals))
+        return lowered
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Does a step from these leaves with all servers in this process, and returns its flat results."""
+        self.environment.check_running()
+        own = [fetched(leaf) for leaf in leaves]
+        return run_alone(self.step, self.cut, self.part, self.program.jitted, own)
+
+    def gathered(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves with the values that servers hold."""
+        return [fetched(leaf) for leaf in leaves]
+
+    def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
+        """Returns a leaf's type; the program of a part takes others."""
+        aval = self.captured.in_avals[index]
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     def run(self, read: Read) -> Any:
         """Does the next step."""

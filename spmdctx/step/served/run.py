@@ -11,6 +11,7 @@ import numpy as np
 
 from spmdctx._compat import x64_is_on
 from spmdctx.errors import CommunicationError
+from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
 from spmdctx.server.program.capture import ServedStep
@@ -110,7 +111,7 @@ class ServedRun:
         if held is None or (held.generation, held.version) != (go.generation, go.version) or client.job.mode == "async":
             held = self._pulled(client.start_pull(go, go.version, slots), go, slots)
         values = {**self._kept[step], **held.values}
-        pushes = {part: self._pushed(cut, self._part(values, part), values, part) for part in go.parts}
+        pushes = {part: self._pushed(cut, values, part) for part in go.parts}
         client.push(go, step, pushes)
         self._held = None
         if client.job.mode == "sync":
@@ -128,25 +129,11 @@ class ServedRun:
             values[number] = typed(value, inputs[number])
         return Held(go.generation, versions.pop() if len(versions) == 1 else -1, values)
 
-    def _part(self, values: dict[int, Any], part: int) -> dict[str, Any]:
-        program, count = self._program, self._step.loss.num_parts
-        given = []
-        for number in program.inputs:
-            value, dim = values[number], program.batch_dims.get(number)
-            given.append(value if dim is None else value[(*[slice(None)] * dim, slice(part, None, count))])
-        made = self._call(*given, np.uint32(part))
-        return {f"loss/{number}": value for number, value in zip(program.outputs, made, strict=True)}
-
-    def _pushed(self, cut: Cut, made: dict[str, Any], values: dict[int, Any], part: int) -> list[dict[str, Any]]:
-        """Returns what each server gets of one part."""
-        whole = {slot: np.asarray(raw(value)) for slot, value in made.items()}
-        found = []
-        for server in cut.servers:
-            own = {f"loss/{number}": whole[f"loss/{number}"] for number in server.joined}
-            if part == 0 or self._client.job.mode == "async":
-                own |= {f"in/{number}": np.asarray(raw(jnp.asarray(values[number]))) for number in server.given}
-            found.append(own)
-        return found
+    def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
+        """Computes one part, and returns what each server gets."""
+        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts)
+        gives = part == 0 or self._client.job.mode == "async"
+        return [pushed_to(cut, server, made, values, gives=gives) for server in range(len(cut.servers))]
 
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
@@ -156,18 +143,12 @@ class ServedRun:
             if leaf.carried_from is not None:
                 found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from], cut))
             elif number in cut.constants:
-                atom = cut.constants[number]
-                found.append(self._constant(atom, cut, leaves))
+                found.append(constant(cut, number, leaves))
             elif number in done.results:
                 found.append(typed(jnp.asarray(done.results[number]), aval))
             else:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
-
-    def _constant(self, atom: Any, cut: Cut, leaves: Sequence[Any]) -> Any:
-        inputs = cut.around.jaxpr.jaxpr.invars
-        place = next((number for number, var in enumerate(inputs) if var is atom), None)
-        return jnp.asarray(atom.val, atom.aval.dtype) if place is None else leaves[place]
 
     def _handle(self, number: int, aval: Any, cut: Cut) -> RemoteArray:
         client, home = self._client, cut.home.get(number, 0)

@@ -1,0 +1,80 @@
+"""The plan of a step on servers: that of a worker's part, and what each server holds and exchanges."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass, fields
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.terminal import plain_text
+from spmdctx.server.loads import ServerLoad
+from spmdctx.wording import bytes_text, counted, seconds_text
+
+_BYTES_PER_S = 800e6
+"""What 2 servers and 2 workers exchanged on two cores by Ray 2.60; a network may be slower."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class ServedPlan(Plan):
+    """The plan of the program that a worker runs for one part of the batch, with the servers around it.
+
+    Attributes:
+        servers: one row for each.
+        num_parts: of each step.
+        num_workers: among which the parts are dealt.
+    """
+
+    servers: tuple[ServerLoad, ...] = ()
+    num_parts: int = 1
+    num_workers: int = 1
+
+    @property
+    def exchange_s(self) -> float:
+        """Predicted seconds of a step in which arrays pass between workers and servers, one after the other."""
+        pulled = self.num_workers * sum(one.pulled_bytes for one in self.servers)
+        return (pulled + sum(one.pushed_bytes for one in self.servers)) / _BYTES_PER_S
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step: the parts of the worker that has most, and the exchange."""
+        return -(-self.num_parts // self.num_workers) * self.cost.total_s + self.exchange_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the table of servers says as plain data, in seconds and bytes."""
+        rows = [{**one._asdict(), "arrays": list(one.arrays)} for one in self.servers]
+        return {"servers": rows, "num_parts": self.num_parts, "num_workers": self.num_workers, "step_s": self.step_s}
+
+    def _repr_html_(self) -> str:
+        page = super()._repr_html_()
+        return f"<pre>{html.escape(plain_text(Group(*_servers(self))))}</pre>{page}"
+
+    def __str__(self) -> str:
+        return plain_text(self.__rich__())
+
+    def __rich__(self) -> Group:
+        return Group(*_servers(self), super().__rich__())
+
+
+def served_plan(part: Plan, servers: tuple[ServerLoad, ...], num_parts: int, num_workers: int) -> ServedPlan:
+    """Adds the servers to the plan of a worker's part."""
+    own = {field.name: getattr(part, field.name) for field in fields(part)}
+    return ServedPlan(**own, servers=servers, num_parts=num_parts, num_workers=num_workers)
+
+
+def _servers(plan: ServedPlan) -> list[RenderableType]:
+    parts = f"{counted(plan.num_parts, 'part')} on {counted(plan.num_workers, 'worker')}"
+    title = Text.assemble(("Servers  ", "bold"), f"{counted(len(plan.servers), 'server')}, {parts}: {seconds_text(plan.step_s)} a step, ")
+    title.append(f"of it {seconds_text(plan.exchange_s)} between workers and servers")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("server", "arrays", "holds", "is pushed", "sends each worker", "sends servers"):
+        table.add_column(name, justify="right")
+    for number, one in enumerate(plan.servers):
+        sizes = map(bytes_text, (one.num_bytes, one.pushed_bytes, one.pulled_bytes, one.exchanged_bytes))
+        table.add_row(str(number), str(len(one.arrays)), *sizes)
+    return [title, table, Text.assemble(("A worker's part", "bold"))]
