@@ -8,10 +8,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
+import numpy as np
 
 from spmdctx.pipeline.capture.around import Around
 from spmdctx.pipeline.cut.line import is_array, variables
 from spmdctx.rules.elementwise import ELEMENTWISE
+
+
+class Rows(NamedTuple):
+    """Rows of a table on their way to a server: their places among its rows, rising, and their values."""
+
+    places: np.ndarray[Any, Any]
+    values: np.ndarray[Any, Any]
 
 
 GATHER, SCATTER = "gather", "scatter-add"

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx.server.program.rows import Rows
 from spmdctx.server.program.spec import Join, ServerSpec
-from spmdctx.server.state.table import Rows, RowTable, Touched
+from spmdctx.server.state.table import RowTable, Touched
 
 Values = dict[str, Any]
 Exchange = Callable[[int, Values, tuple[str, ...]], Mapping[str, Any]]

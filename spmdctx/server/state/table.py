@@ -10,19 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx.server.program.rows import Rows
 from spmdctx.server.program.spec import TableSpec
 
 Array = np.ndarray[Any, Any]
 _LEAST = 16
 _STEPS = 256
 _BLOCK = 1 << 16
-
-
-class Rows(NamedTuple):
-    """Rows of a table: their places among those of one server, rising, and their values."""
-
-    places: Array
-    values: Array
 
 
 class Touched(NamedTuple):

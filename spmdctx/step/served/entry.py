@@ -62,6 +62,7 @@ class ServedEntry(Entry):
         """The plan of that program on this worker's devices, with the servers."""
         part, inputs = self.part, self.captured.inputs
         operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
+        operands += [Operand(f"ids {number} of tables", Role.ARGUMENT) for number in range(len(part.jaxpr.in_avals) - len(operands) - 1)]
         operands.append(Operand("number of the part", Role.ARGUMENT))
         results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
         captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)

@@ -10,6 +10,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
+from spmdctx.server.program.tables import with_tables
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
@@ -46,4 +47,6 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
         return FetchingEntry(capture_step(target, call, static, settings), around, notes)
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
-    return ServedEntry(capture_served(target, call, static, own, parts), replace(around, settings=own), notes)
+    step = with_tables(capture_served(target, call, static, own, parts))
+    said = () if step.tables is None else step.tables.notes
+    return ServedEntry(step, replace(around, settings=own), (*notes, *said))
