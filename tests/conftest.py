@@ -13,10 +13,11 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 def fresh_context():
     """Whatever a test sets in the context is gone after it."""
     yield
-    from spmdctx.context.layers import reset_algo_parameters, reset_auto_parallel_context
+    from spmdctx.context.layers import reset_algo_parameters, reset_auto_parallel_context, reset_ps_context
 
     reset_auto_parallel_context()
     reset_algo_parameters()
+    reset_ps_context()
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:

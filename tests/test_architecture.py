@@ -51,7 +51,7 @@ INNER = {
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
-    "server": ("program", "state", "engine", "remote"),
+    "server": ("program", "state", "loads alone", "engine", "remote plan"),
     "server/program": ("balance capture", "cut", "spec worker"),
     "server/state": ("progress folder shard",),
     "server/engine": ("rays", "server", "scheduler", "client worker", "job"),

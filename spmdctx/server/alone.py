@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -79,7 +80,7 @@ class Alone:
         self._push(program, call, {**dict(enumerate(leaves)), **self._state()})
         board = _Board()
         with ThreadPoolExecutor(len(self.shards)) as pool:
-            for done in [pool.submit(shard.renew, board.exchange) for shard in self.shards]:
+            for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
                 done.result()
         held = self._state(with_tables=True)
         results = {number: value for shard in self.shards for number, value in shard.results.items()}
@@ -121,6 +122,11 @@ def _held(spec: ServerSpec, leaves: Sequence[Any]) -> dict[str, Any]:
     for slot in (slot for table in spec.tables for slot in table.held):
         found[slot] = np.array(leaves[int(slot[3:])])[spec.server :: spec.num_servers]
     return found
+
+
+def _renew(shard: Shard, board: _Board) -> None:
+    with jax.enable_x64(shard.spec.x64):  # a thread has a switch of its own
+        shard.renew(board.exchange)
 
 
 class _Board:

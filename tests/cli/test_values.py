@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from spmdctx.cli.values import positive, positive_number
+from spmdctx.cli.values import natural, positive, positive_number
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])
@@ -16,6 +16,17 @@ def test_a_count_is_taken(text, value):
 def test_what_is_no_count_is_refused_in_words(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least 1"):
         positive(text)
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", 0), ("7", 7)])
+def test_a_count_that_may_be_none_is_taken(text, value):
+    assert natural(text) == value
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5", ""])
+def test_what_is_less_than_none_is_refused_in_words(text):
+    with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least 0"):
+        natural(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("16", 16.0), ("0.5", 0.5), ("1e3", 1000.0)])

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from spmdctx.server.engine.rays import SCHEDULER, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, save_shard
@@ -169,6 +171,7 @@ class Server:
 
 def _loaded(order: Order) -> Shard:
     spec = order.spec
+    jax.config.update("jax_enable_x64", spec.x64)
     found = load_arrays(Path(order.folder), order.version, spec.held.values())
     return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version)
 

@@ -15,9 +15,10 @@ from spmdctx.gradients.loss import Loss, LossCall
 from spmdctx.gradients.operands import Operand, SeenCall, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import traced_in_parts
-from spmdctx.gradients.results import Row
+from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.marker import stand_in
+from spmdctx.pipeline.cut.line import variables
 from spmdctx.server.program.rows import Tables
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
@@ -48,6 +49,21 @@ class ServedLoss:
     primal_of: dict[int, int]
     folded: tuple[int, ...]
     num_parts: int
+
+    @property
+    def differs_by_parts(self) -> str:
+        """Why parts give other numbers than the whole batch, empty if they do not."""
+        if self.num_parts == 1:
+            return ""
+        body = self.part.jaxpr
+        if any(body.invars[index] in variables(eqn.invars) for index in self.folded for eqn in body.eqns):
+            return "each part of the batch draws random numbers of its own"
+        if any(
+            row.fate is Fate.AVERAGED and (row.carry is not None or aval.shape)
+            for row, aval in zip(self.rows, self.part.out_avals, strict=True)
+        ):
+            return "each part of the batch has statistics of its own, and state takes their mean"
+        return ""
 
 
 @dataclass(frozen=True)
@@ -83,7 +99,8 @@ def capture_served(target: Target, call: Call, static: Static, settings: Setting
     carrier = _Carrier(calls, options)
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
-    notes = tuple(dict.fromkeys((*captured.notes, *again.notes)))
+    apart = [f"In {num_parts} parts, {loss.differs_by_parts}."] if loss.differs_by_parts else []
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *apart)))
     return ServedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
 
 

@@ -214,7 +214,19 @@ def raw(value: Any) -> Any:
 
 def typed(value: Any, aval: Any) -> Any:
     """Returns an array as its type says: a typed key of its words."""
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(aval)) if is_key(aval.dtype) else value
+    return jax.random.wrap_key_data(value, impl=_impl(aval)) if is_key(aval.dtype) else value
+
+
+def _impl(aval: Any) -> Any:
+    """Returns the generator of a type of keys, which JAX tells of arrays alone."""
+    found = []
+
+    def look(key: Any) -> Any:
+        found.append(jax.random.key_impl(key))
+        return 0
+
+    jax.eval_shape(look, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return found[0]
 
 
 def raw_type(aval: Any) -> jax.ShapeDtypeStruct:

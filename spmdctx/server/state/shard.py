@@ -29,7 +29,6 @@ class Shard:
     """
 
     def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int) -> None:
-        jax.config.update("jax_enable_x64", spec.x64)
         self.spec, self.version = spec, version
         self.tables = [RowTable(own, {slot: values[slot] for slot in own.held}, version) for own in spec.tables]
         self.values: Values = {slot: jnp.asarray(values[slot]) for slot in spec.held}

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.lowering.compile import JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
@@ -100,7 +101,17 @@ class ServedEntry(Entry):
         return lowered
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """Does a step from these leaves with all servers in this process, and returns its flat results."""
+        """Does a step from these leaves with all servers in this process, and returns its flat results.
+
+        Raises:
+            UnsupportedError: parts of the batch give other numbers than the whole, with which `verify` would compare them.
+        """
+        if self.step.loss.differs_by_parts:
+            raise UnsupportedError(
+                f"verify cannot compare this step with one device: {self.step.loss.differs_by_parts}.",
+                where=self.step.loss.where,
+                fix="verify it with grad_accumulation_step=1",
+            )
         self.environment.check_running()
         own = [fetched(leaf) for leaf in leaves]
         return run_alone(self.step, self.cut, self.part, self.program.jitted, own)

@@ -18,7 +18,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 
-_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
+_SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
 
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
@@ -35,12 +35,12 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     launched = WORKER in os.environ and "enable_ps" not in servers.explicit
     if not servers.enable_ps and not launched:
         return make.entry_of(target, call, static, around, notes)
-    if context.parallel_mode not in _MODES or context.pipeline_stages > 1:
+    if context.parallel_mode not in _SERVED_MODES or context.pipeline_stages > 1:
         got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"
         raise UnsupportedError(
             "Servers have no part in this mode.",
             got=got,
-            need=f"parallel_mode among {', '.join(_MODES)}, and pipeline_stages=1",
+            need=f"parallel_mode among {', '.join(_SERVED_MODES)}, and pipeline_stages=1",
             fix='parallel_mode="semi_auto_parallel", whose workers split their part of the batch over their devices',
         )
     if not num_losses(target, call, static, settings):
