@@ -15,6 +15,7 @@ from spmdctx.errors import ContextError
 from spmdctx.server.engine.job import Launch, run_served
 from spmdctx.server.engine.scheduler import Job as ServedJob
 from spmdctx.server.engine.worker import Script
+from spmdctx.server.scale import scale
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,13 +33,18 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--save-every", type=positive, default=10, metavar="N", help="updates between two saved states (default: 10)")
     served.add_argument("--folder", metavar="FOLDER", help="where states are saved; a job goes on from those (default: a temporary one)")
     served.add_argument("--address", metavar="HOST:PORT", help="a cluster of Ray that runs (default: one on this machine)")
+    served.add_argument("--scale", metavar="FOLDER", help="give the job that saves there --servers or --workers, and end")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
-    parser.add_argument("script", help="a Python script that calls spmdctx.communication.init()")
+    parser.add_argument("script", nargs="?", help="a Python script that calls spmdctx.communication.init()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def launch(arguments: argparse.Namespace, output: Output) -> int:
     """Runs a script as several processes; returns the exit code of the first one that failed, or 124 after a timeout."""
+    if arguments.scale is not None:
+        return _scale(arguments, output)
+    if arguments.script is None:
+        raise ContextError("launch needs a script.", need="spmdctx launch -n N SCRIPT, or --servers N --workers N SCRIPT")
     if arguments.servers is not None or arguments.workers is not None:
         return _launch_served(arguments, output)
     if arguments.num_processes is None:
@@ -50,6 +56,15 @@ def launch(arguments: argparse.Namespace, output: Output) -> int:
         sys.stderr.write(f"error: {outcome.trouble}\n")
     output.finish({"exit_code": outcome.code, "trouble": outcome.trouble})
     return outcome.code
+
+
+def _scale(arguments: argparse.Namespace, output: Output) -> int:
+    """Has a job that runs go on with other numbers of servers and workers."""
+    if arguments.script is not None or (arguments.servers is None and arguments.workers is None):
+        raise ContextError("--scale needs numbers, and no script.", need="spmdctx launch --scale FOLDER --servers N --workers N")
+    scale(arguments.scale, servers=arguments.servers, workers=arguments.workers)
+    output.finish({"exit_code": 0, "folder": os.path.abspath(arguments.scale)})
+    return 0
 
 
 def _launch_served(arguments: argparse.Namespace, output: Output) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdctx.errors import CommunicationError
@@ -38,29 +38,37 @@ class Client:
         else:
             connect()
             self._scheduler = own.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(job)
+        self._is_launched = WORKER in os.environ
+        self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
         self._generation = -1
         self.kept_from = 0
         self.job: Job = self._get(self._scheduler.job.remote())
-        self._get(self._scheduler.hello.remote(self.worker))
+
+    def hello(self, fingerprint: str, num_parts: int) -> None:
+        """Tells of the step that this worker does."""
+        self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts))
 
     def ask(self, step: int) -> Setup | Go | Done | Replay:
         """Returns what this worker does in a step, once there is something.
 
         Raises:
             CommunicationError: the job has failed.
-            SystemExit: this worker leaves the job.
+            SystemExit: this worker leaves the job; or the job has failed, and whoever has launched it says why.
         """
         while True:
-            answer: Answer = self._get(self._scheduler.ask.remote(self.worker, step))
+            answer: Answer = self._get(self._scheduler.ask.remote(self.worker, step, self._life))
             self.kept_from, reply = answer.kept_from, answer.reply
+            if isinstance(reply, Failed) and self._is_launched:
+                raise SystemExit(1)
             if isinstance(reply, Failed):
                 raise CommunicationError("The job of the parameter server cannot go on.", got=reply.text)
             if isinstance(reply, Leave):
                 raise SystemExit(0)
             if isinstance(reply, Go) and reply.generation != self._generation:
-                self._servers = self._get(self._scheduler.servers.remote())
-                self._generation = reply.generation
+                self._generation, self._servers = self._get(self._scheduler.servers.remote())
+                if reply.generation != self._generation:
+                    continue
             if reply is not None:
                 return reply
 
@@ -106,19 +114,29 @@ class Client:
         self._scheduler.pushed.remote(go.generation, step, list(parts), results)
         return results
 
-    def current(self, slot: str, server: int) -> Any:
-        """Returns an array as its server has it now."""
-        while True:
-            try:
-                servers = self._get(self._scheduler.servers.remote())
-                return self._get(servers[server].current.remote(slot))
-            except self._ray.exceptions.RayActorError:
-                continue
+    def latest(self, version: int, slot: str, home: Callable[[int], int]) -> Any:
+        """Returns an array as its server has it now, of a version or a later one.
+
+        Args:
+            version: the least one.
+            slot: of the array.
+            home: returns its server among so many.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        self._generation, self._servers = self._get(self._scheduler.servers.remote())
+        if not self._servers:
+            raise Lost
+        server = self._servers[home(len(self._servers))]
+        return self.finish_pull([server.pull.remote(self._generation, version, [slot], is_exact=False)])[0].values[0]
 
     def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
         try:
             return list(self._ray.get(list(calls)))
-        except self._ray.exceptions.RayActorError as error:
+        except self._ray.exceptions.RayTaskError:
+            raise
+        except self._ray.exceptions.RayError as error:
             raise Lost from error
 
     def _get(self, call: Any) -> Any:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from spmdctx.errors import CommunicationError
+from spmdctx.server import scale
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
-from spmdctx.server.engine.rays import SCHEDULER, connect, ray
+from spmdctx.server.engine.rays import NAMESPACE, SCHEDULER, connect, ray
 from spmdctx.server.engine.scheduler import Job, Scheduler
 from spmdctx.server.engine.worker import Ended, Script, Worker
+from spmdctx.server.state.folder import newest_state
 
 TIMED_OUT = 124
 _POLL_S = 0.5
+_LOST_S = 30.0
 _XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 
 
@@ -44,13 +49,14 @@ def run_served(launch: Launch, out: IO[str], err: IO[str]) -> Outcome:
     """Runs a script on workers, with servers, to its end.
 
     Raises:
+        CheckpointError: the folder holds a state that is damaged.
         CommunicationError: no cluster at the address.
         UnsupportedError: Ray is not installed.
     """
-    running = _Running(launch, out, err)
     try:
-        return running.wait()
+        return _Running(launch, out, err).wait()
     finally:
+        scale.end(Path(launch.job.folder))
         ray().shutdown()
 
 
@@ -58,19 +64,26 @@ class _Running:
     def __init__(self, launch: Launch, out: IO[str], err: IO[str]) -> None:
         self._launch, self._streams = launch, {"out": out, "err": err}
         self._start = time.monotonic()
+        found = newest_state(Path(launch.job.folder))
+        # Parts of steps stay as the job has begun: so do the bits of its sums.
+        self._num_parts = launch.num_workers if found is None else found.num_parts
         try:
-            connect(launch.address)
+            connect(launch.address, f"{NAMESPACE}-{secrets.token_hex(4)}")
         except (ConnectionError, ValueError) as error:
             raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
         self._ray = ray()
         self._scheduler = self._ray.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(launch.job)
         self._runs: dict[Any, int] = {}
-        self._said = 0
-        for number in range(launch.num_workers):
-            self._add(number)
+        self._said = self._added = 0
+        self._leaving: set[int] = set()
+        self._has_ended = False
+        scale.begin(Path(launch.job.folder))
+        for _ in range(launch.num_workers):
+            self._add()
 
-    def _add(self, number: int) -> None:
-        environment = worker_environment(os.environ, number, self._launch.num_workers, self._launch.devices)
+    def _add(self) -> None:
+        number, self._added = self._added, self._added + 1
+        environment = worker_environment(os.environ, number, self._num_parts, self._launch.devices)
         resources = {"worker": 0.001} if self._ray.cluster_resources().get("worker") else {}
         actor = self._ray.remote(Worker).options(
             max_restarts=-1, max_task_retries=-1, num_cpus=0, resources=resources, runtime_env={"env_vars": environment}
@@ -85,7 +98,11 @@ class _Running:
             ready, _ = self._ray.wait(list(self._runs), num_returns=1, timeout=0)
             self._write(0 if ready else _POLL_S)
             for run in ready:
-                failed = self._ended(run, self._runs.pop(run)) if not failed.code else failed
+                failed = self._ended(run, self._runs.pop(run))
+            if not ready:
+                self._fit()
+            if self._has_ended and self._runs and self._is_waiting_for_lost():
+                break
             if limit is not None and time.monotonic() - self._start > limit:
                 failed = Outcome(TIMED_OUT, f"The job took more than {limit:g} s, and was stopped.")
         self._write(0)
@@ -95,8 +112,38 @@ class _Running:
         try:
             ended: Ended = self._ray.get(run)
         except self._ray.exceptions.RayError as error:
+            self._ray.get(self._scheduler.lost.remote(number))
+            if self._runs or self._has_ended:
+                return Outcome(0)
             return Outcome(1, f"Worker {number} was lost, and cannot be started again: {type(error).__name__}.")
-        return Outcome(ended.code, f"Worker {number} ended with exit code {ended.code}." if ended.code else "")
+        self._has_ended |= number not in self._leaving
+        if not ended.code:
+            return Outcome(0)
+        failure = self._ray.get(self._scheduler.failure.remote())
+        return Outcome(ended.code, failure or f"Worker {number} ended with exit code {ended.code}.")
+
+    def _fit(self) -> None:
+        """Goes on with other numbers of servers and workers if somebody has asked; workers with the lowest numbers stay."""
+        wanted = scale.taken(Path(self._launch.job.folder))
+        if wanted is None:
+            return
+        if wanted.servers is not None:
+            self._ray.get(self._scheduler.scale.remote(wanted.servers))
+        if wanted.workers is not None:
+            self._fit_workers(wanted.workers)
+
+    def _fit_workers(self, wanted: int) -> None:
+        staying = sorted(set(self._runs.values()) - self._leaving)
+        for _ in range(wanted - len(staying)):
+            self._add()
+        for number in staying[wanted:]:
+            self._leaving.add(number)
+            self._scheduler.remove_worker.remote(number)
+
+    def _is_waiting_for_lost(self) -> bool:
+        """Returns whether all workers that have not ended are lost, and Ray does not start them again."""
+        silence = self._ray.get(self._scheduler.silence.remote())
+        return all(silence.get(number, 0) > _LOST_S for number in self._runs.values())
 
     def _write(self, seconds: float) -> None:
         try:
@@ -104,7 +151,7 @@ class _Running:
         except self._ray.exceptions.RayError as error:
             raise CommunicationError("The scheduler of the parameter server is gone.", got=type(error).__name__) from error
         self._said += len(rows)
-        width = len(str(self._launch.num_workers - 1))
+        width = len(str(self._added - 1))
         for worker, name, line in rows:
             self._streams[name].write(f"[{worker:{width}}] {line}\n")
             self._streams[name].flush()

@@ -22,6 +22,7 @@ def ray() -> Any:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     try:
         importlib.import_module("flatbuffers")
         return importlib.import_module("ray")
@@ -31,19 +32,30 @@ def ray() -> Any:
         ) from error
 
 
-def connect(address: str | None = None, resources: dict[str, float] | None = None) -> None:
-    """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one."""
+def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> None:
+    """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
+
+    The names of actors count in a namespace, of which each job has its own.
+    """
     own = ray()
     if own.is_initialized():
         return
-    options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": logging.ERROR}
+    options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
         options |= {"resources": resources} if resources else {}
     with warnings.catch_warnings():
         # Ray starts its processes by a fork that runs another program at once.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
+        _silence()
         own.init(address=address or "local", **options)
+
+
+def _silence() -> None:
+    """Keeps what Ray prints of processes that are lost out of the output of a job, which outlives them; Ray has no option for it."""
+    inside = importlib.import_module("ray._private.worker")
+    if hasattr(inside, "print_to_stdstream"):
+        inside.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
 _STORE_BYTES = 512 << 20

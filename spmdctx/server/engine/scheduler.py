@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from spmdctx.server.engine.fleet import Fleet, Job, Layout
 from spmdctx.server.engine.rays import ray
-from spmdctx.server.engine.server import Order, Server
-from spmdctx.server.program.spec import ServerSpec
-from spmdctx.server.state.folder import complete, load_results, saved_states
-from spmdctx.server.state.progress import Failed, Progress, Reply
+from spmdctx.server.state.folder import SavedState, complete, load_results, newest_state, shard_name, state_folder
+from spmdctx.server.state.presence import BEAT_S, Presence
+from spmdctx.server.state.progress import Failed, Leave, Progress, Reply
 
 _POLL_S = 20.0
-
-
-class Job(NamedTuple):
-    """What a job is told once: see the options of the parameter server."""
-
-    num_servers: int
-    mode: str
-    max_staleness: int
-    save_every: int
-    folder: str
+_MOST_RESULT_BYTES = 256 << 20
 
 
 class Answer(NamedTuple):
@@ -32,22 +23,6 @@ class Answer(NamedTuple):
 
     reply: Reply | None
     kept_from: int
-
-
-class Layout(NamedTuple):
-    """A step that is divided for servers.
-
-    Attributes:
-        specs: one for each server.
-        num_parts: of each step.
-        fingerprint: of the step.
-        version: of the saved arrays from which servers start.
-    """
-
-    specs: Sequence[ServerSpec]
-    num_parts: int
-    fingerprint: str
-    version: int
 
 
 class Scheduler:
@@ -63,7 +38,7 @@ class Scheduler:
         self._progress = Progress(job.num_servers, job.mode, job.max_staleness)
         self._changed = asyncio.Condition()
         self._recovering = asyncio.Lock()
-        self._servers: list[Any] = []
+        self._fleet = Fleet(job)
         self._layout: Layout | None = None
         self._board: dict[tuple[int, int], dict[str, Any]] = {}
         self._files: dict[int, dict[int, str]] = {}
@@ -71,36 +46,85 @@ class Scheduler:
         self._asked_for: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lines: list[tuple[int, str, str]] = []
-        self._fingerprint = ""
-        for state in saved_states(self._folder)[-1:]:
-            self._common = self._progress.saved = state.version
-            self._fingerprint = state.fingerprint
-            self._progress.version = state.version
-            self._progress.results = dict(load_results(state))
+        self._step: tuple[str, int] | None = None
+        self._presence = Presence()
+        self._found = newest_state(self._folder)
+        if self._found is not None:
+            self._common = self._progress.saved = self._progress.version = self._found.version
+            self._progress.results = dict(load_results(self._found))
 
     async def job(self) -> Job:
         """Returns what the job was told."""
         return self._job
 
-    async def hello(self, worker: int) -> None:
-        """A worker has started."""
+    async def begin(self, worker: int, life: str) -> None:
+        """A process of a worker has started: what an earlier one had begun is free."""
+        if self._presence.begin(worker, life):
+            self._progress.lost(worker)
+        if not self._tasks:
+            self._start(self._look_after())
+        await self._notify()
+
+    async def beat(self, worker: int, life: str) -> None:
+        """A worker goes on."""
+        if self._presence.beat(worker, life):
+            await self._notify()
+
+    async def silence(self) -> dict[int, float]:
+        """Returns for how many seconds nothing has been heard of each worker that has begun and not ended."""
+        return self._presence.silence()
+
+    async def hello(self, worker: int, fingerprint: str, num_parts: int) -> None:
+        """The script of a worker has come to its first step, which has a fingerprint and parts."""
+        wrong = self._misfit(fingerprint, num_parts)
+        if wrong:
+            await self.fail(wrong)
+        self._step = (fingerprint, num_parts)
         self._progress.hello(worker)
         await self._notify()
 
+    def _misfit(self, fingerprint: str, num_parts: int) -> str:
+        """Says why a step is not the one of this job, or of its folder, if it is not."""
+        state = self._found
+        if self._step not in (None, (fingerprint, num_parts)):
+            return "A job trains one step, and with one set of shapes: its workers have come with another one."
+        if state is None or state.fingerprint == fingerprint:
+            return ""
+        where = f"{self._folder}, version {state.version}"
+        if state.num_parts != num_parts:
+            need = f"set grad_accumulation_step={state.num_parts}, or name another folder"
+            return f"The saved state is one of a step in {state.num_parts} parts, and not in {num_parts} (where: {where}; fix: {need})."
+        return f"The saved state is that of another step (where: {where}; fix: name another folder)."
+
     async def lost(self, worker: int) -> None:
         """A worker is gone, and does not come again."""
+        self._presence.end(worker)
         self._progress.lost(worker)
         await self._notify()
 
-    async def ask(self, worker: int, step: int) -> Answer:
+    async def _look_after(self) -> None:
+        """Frees what workers have begun of which nothing is heard any more."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            silent = self._presence.fall_silent()
+            for worker in silent:
+                self._progress.lost(worker)
+            if silent:
+                await self._notify()
+
+    async def ask(self, worker: int, step: int, life: str = "") -> Answer:
         """Returns what a worker does in a step; None as the reply if there was nothing for a while."""
         found: Reply | None = None
 
         def is_answered() -> bool:
             nonlocal found
-            found = self._progress.ask(worker, step)
+            if self._presence.is_over(worker, life):
+                found = Leave()
+            elif not self._presence.is_silent(worker):
+                found = self._progress.ask(worker, step)
             return found is not None
 
+        self._presence.beat(worker, life)
         async with self._changed:
             try:
                 await asyncio.wait_for(self._changed.wait_for(is_answered), _POLL_S)
@@ -108,82 +132,71 @@ class Scheduler:
                 found = None
         return Answer(found, self._common)
 
-    async def servers(self) -> list[Any]:
-        """Returns the actors of the servers."""
-        return self._servers
+    async def servers(self) -> tuple[int, list[Any]]:
+        """Returns the generation and the actors of the servers, once they are there."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._progress.ready or bool(self._progress.failure))
+        return self._progress.generation, self._fleet.servers
 
     async def set_up(self, layout: Layout) -> None:
         """Starts servers for a step that a worker has divided."""
-        if self._fingerprint not in ("", layout.fingerprint):
-            await self.fail(
-                f"The folder {self._folder} holds the state of another step.",
-            )
-            return
-        self._fingerprint = layout.fingerprint
-        progress = self._progress
-        if progress.ready:
+        progress, fleet = self._progress, self._fleet
+        # A worker that was thought lost may come late with a layout that another has brought, or that is over.
+        expected = (progress.num_servers, progress.saved or 0)
+        if progress.failure or progress.ready or progress.busy or (len(layout.specs), layout.version) != expected:
             return
         progress.busy = True
         self._layout = layout
-        if layout.version == 0:
-            await asyncio.to_thread(complete, self._folder, 0, layout.fingerprint, [], {})
-        self._common = layout.version
-        self._servers = [self._new_server(number) for number in range(len(layout.specs))]
         async with self._recovering:
-            await self._load_all(layout.version, progress.generation + 1)
+            try:
+                fleet.start(layout)
+                if layout.version == 0:
+                    files = map(shard_name, range(len(layout.specs)))
+                    await asyncio.to_thread(complete, self._folder, self._state(0, files), {})
+                self._common = layout.version
+                await fleet.load(layout.version, progress.generation + 1)
+            except Exception as error:
+                await self.fail(f"Servers cannot load their state: {_cause(error)}")
+                return
             progress.start(layout.version, len(layout.specs), layout.num_parts)
-        for number in range(len(layout.specs)):
-            self._start(self._watched(number, self._servers[number]))
+        for number, server in enumerate(fleet.servers):
+            self._start(self._watched(number, server))
         await self._notify()
 
-    def _new_server(self, number: int) -> Any:
-        own = ray()
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
-        environment |= {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
-        resources = {"ps": 0.001} if own.cluster_resources().get("ps") else {}
-        actor = own.remote(Server).options(
-            max_restarts=-1,
-            max_task_retries=-1,
-            num_cpus=0,
-            max_concurrency=1000,
-            resources=resources,
-            runtime_env={"env_vars": environment},
-        )
-        return actor.remote(number)
-
-    async def _load_all(self, version: int, generation: int) -> None:
+    def _state(self, version: int, files: Iterable[str]) -> SavedState:
         layout = self._layout
-        assert layout is not None, "servers follow a layout"
-        orders = [Order(spec, self._job.folder, version, generation, self._job.save_every, self._job.mode) for spec in layout.specs]
-        await asyncio.gather(*(server.load.remote(order) for server, order in zip(self._servers, orders, strict=True)))
+        assert layout is not None, "a state that is saved has a layout"
+        return SavedState(version, state_folder(self._folder, version), layout.fingerprint, layout.num_parts, tuple(files))
 
     async def _watched(self, number: int, server: Any) -> None:
         """Has the lost steps done again whenever a server was lost."""
-        while number < len(self._servers) and self._servers[number] is server:
-            try:
-                await server.watch.options(max_task_retries=0).remote()
-            except Exception:
-                if number >= len(self._servers) or self._servers[number] is not server:
+        fleet = self._fleet
+        life = fleet.life(number)
+        while fleet.is_current(number, server, life):
+            await fleet.end_of(number, life)
+            async with self._recovering:
+                # Loading for another server may have reached the new process of this one.
+                if fleet.is_current(number, server, life) and not self._progress.failure:
+                    await self._recover(number)
+                if number >= len(fleet.servers) or fleet.servers[number] is not server or self._progress.failure:
                     return
-                await self._recover(number)
+                life = fleet.life(number)
 
     async def _recover(self, number: int) -> None:
-        progress, layout = self._progress, self._layout
-        assert layout is not None, "a server that was lost had a layout"
-        async with self._recovering:
-            try:
-                if progress.mode == "async":
-                    order = Order(layout.specs[number], self._job.folder, self._common, progress.generation, self._job.save_every, "async")
-                    await self._servers[number].load.remote(order)
-                else:
-                    progress.rewind(self._common)
-                    progress.busy = True
-                    self._board.clear()
-                    await self._notify()
-                    await self._load_all(self._common, progress.generation)
-            except Exception as error:
-                progress.fail(f"Server {number} was lost, and its state cannot be loaded: {error}")
-            progress.busy = False
+        progress = self._progress
+        progress.busy = True
+        try:
+            if progress.mode == "async":
+                await self._fleet.load_one(number, self._common, progress.generation)
+            else:
+                progress.rewind(self._common)
+                self._board.clear()
+                self._files.clear()
+                await self._notify()
+                await self._fleet.load(self._common, progress.generation)
+        except Exception as error:
+            progress.fail(f"Server {number} was lost, and its state cannot be loaded: {_cause(error)}")
+        progress.busy = False
         await self._notify()
 
     async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any]) -> None:
@@ -195,7 +208,8 @@ class Scheduler:
         """A server has renewed its arrays."""
         if self._progress.applied(server, generation, version, results):
             self._board = {key: values for key, values in self._board.items() if key[0] >= version - 1}
-            if self._asked_for is not None:
+            if self._asked_for not in (None, self._progress.num_servers):
+                self._progress.busy = True
                 self._start(self._lay_out())
         await self._notify()
 
@@ -226,33 +240,45 @@ class Scheduler:
             await self._complete(version, self._files.pop(version).values())
 
     async def _complete(self, version: int, files: Any) -> None:
-        results = {step: own for step, own in self._progress.results.items() if step < version}
+        results = self._kept_results(version)
         try:
-            await asyncio.to_thread(complete, self._folder, version, self._fingerprint, list(files), results)
+            await asyncio.to_thread(complete, self._folder, self._state(version, files), results)
         except Exception as error:
-            await self.fail(f"A state cannot be saved: {error}")
+            await self.fail(f"A state cannot be saved: {_cause(error)}")
             return
         self._common = max(self._common, version)
+
+    def _kept_results(self, version: int) -> dict[int, Mapping[int, Any]]:
+        """Returns the results of the steps before a version; the oldest are dropped where all take too much memory."""
+        results, total = self._progress.results, 0
+        for step in sorted(results, reverse=True):
+            total += sum(getattr(value, "nbytes", 0) for value in results[step].values())
+            if total > _MOST_RESULT_BYTES and step < version:
+                del results[step]
+        return {step: own for step, own in results.items() if step < version}
 
     async def scale(self, num_servers: int) -> None:
         """Goes on with another number of servers, after the present step."""
         self._asked_for = num_servers
 
     async def _lay_out(self) -> None:
-        progress, count = self._progress, self._asked_for
-        self._asked_for = None
-        if count is None or count == progress.num_servers:
-            return
-        progress.busy = True
+        """Has servers save their arrays and end, and the next worker divide the step for as many as were asked for."""
+        progress = self._progress
         async with self._recovering:
-            version = progress.version
+            version, count = progress.version, self._asked_for
             try:
-                files = await asyncio.gather(*(server.save.remote(version) for server in self._servers))
+                files = await self._fleet.save(progress.generation, version)
             except Exception as error:
-                progress.fail(f"Servers cannot save their state: {error}")
-                files = []
+                await self.fail(f"Servers cannot save their state: {_cause(error)}")
+                return
+            if count is None or not files:
+                # A server was lost meanwhile: its steps are done again first.
+                progress.busy = False
+                await self._notify()
+                return
             await self._complete(version, files)
-            old, self._servers = self._servers, []
+            old = self._fleet.end()
+            self._asked_for = None
             self._files.clear()
             self._board.clear()
             progress.end_layout(count, version)
@@ -270,6 +296,10 @@ class Scheduler:
         self._progress.fail(text)
         await self._notify()
 
+    async def failure(self) -> str:
+        """Returns why the job cannot go on; empty if it can."""
+        return self._progress.failure
+
     async def state(self) -> Progress:
         """Returns the progress."""
         return self._progress
@@ -281,11 +311,10 @@ class Scheduler:
 
     async def said(self, after: int, seconds: float) -> list[tuple[int, str, str]]:
         """Returns the lines after the first ones, once there are any."""
-        async with self._changed:
-            try:
-                await asyncio.wait_for(self._changed.wait_for(lambda: len(self._lines) > after), seconds)
-            except TimeoutError:
-                return []
+        if len(self._lines) <= after and seconds:
+            async with self._changed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait_for(lambda: len(self._lines) > after), seconds)
         return self._lines[after:]
 
     def _start(self, work: Any) -> None:
@@ -298,5 +327,9 @@ class Scheduler:
             self._changed.notify_all()
 
 
-Call = Callable[..., Any]
-__all__ = ["Answer", "Call", "Failed", "Job", "Layout", "Scheduler"]
+def _cause(error: Exception) -> str:
+    """Returns the text of an error, or of the one that an actor has raised."""
+    return str(getattr(error, "cause", None) or error)
+
+
+__all__ = ["Answer", "Failed", "Job", "Layout", "Scheduler"]

@@ -47,6 +47,7 @@ class Server:
     def __init__(self, number: int) -> None:
         # Ray does not make arguments of a constructor again: the scheduler is found by its name.
         self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
+        self._life: str = ray().get_runtime_context().get_worker_id()
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()
@@ -55,12 +56,13 @@ class Server:
         self._applied: set[tuple[int, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def watch(self) -> None:
-        """Never returns: whoever waits for it learns of the server's end."""
-        await asyncio.Event().wait()
+    async def watch(self, life: str) -> None:
+        """Never returns while this process is the one that was meant: whoever waits for it learns of the server's end."""
+        if life == self._life:
+            await asyncio.Event().wait()
 
-    async def load(self, order: Order) -> None:
-        """Takes over the arrays of a version; whatever was under way is void."""
+    async def load(self, order: Order) -> str:
+        """Takes over the arrays of a version; whatever was under way is void. Returns what tells this process from the next."""
         self._order = None
         async with self._changed:
             self._changed.notify_all()
@@ -70,6 +72,7 @@ class Server:
             self._applied = set()
         async with self._changed:
             self._changed.notify_all()
+        return self._life
 
     async def push(self, generation: int, step: int, part: int, values: Mapping[str, Any]) -> dict[int, Any] | None:
         """Takes one part of a step; None if the generation is over. In "async" the results after the update come back."""
@@ -82,33 +85,35 @@ class Server:
             return {}
         if step > shard.version:
             return None
-        if await asyncio.to_thread(shard.add, part, values) and not self._renewing.locked():
+        if await asyncio.to_thread(shard.add, step, part, values):
             self._start(self._renew(order, shard, step))
         return {}
 
-    async def pull(self, generation: int, version: int, slots: Sequence[str]) -> Pulled | None:
-        """Returns arrays of a version or a later one, once they are there; None if the generation is over."""
+    async def pull(self, generation: int, version: int, slots: Sequence[str], *, is_exact: bool = True) -> Pulled | None:
+        """Returns arrays of a version once they are there; None if the generation is over, or they are there no more.
+
+        Args:
+            generation: in which the version counts.
+            version: that is awaited.
+            slots: of the arrays.
+            is_exact: a later version is not taken.
+        """
         async with self._changed:
             await self._changed.wait_for(lambda: not self._is(generation) or self._version >= version)
-        shard = self._shard
-        if shard is None or not self._is(generation):
+        shard, order = self._shard, self._order
+        if shard is None or order is None or not self._is(generation):
             return None
-        return Pulled(*shard.pull(slots))
+        found = shard.pull(slots, version if is_exact and order.mode == "sync" else None)
+        return None if found is None else Pulled(*found)
 
-    async def current(self, slot: str) -> Any:
-        """Returns an array as it is now."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self._order is not None and self._shard is not None)
-        assert self._shard is not None, "a server that has orders has arrays"
-        return self._shard.pull([slot])[1][0]
-
-    async def save(self, version: int) -> str:
-        """Saves the arrays, which are those of a version; returns the name of the file."""
+    async def save(self, generation: int, version: int) -> str | None:
+        """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard
-        assert order is not None, "a server that saves has loaded"
-        assert shard is not None, "a server that saves has loaded"
+        if order is None or shard is None or order.generation != generation or shard.version != version:
+            return None
+        values = shard.values
         async with self._saving:
-            return await asyncio.to_thread(_saved, order, shard, version, self._number, shard.values)
+            return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
 
     def _is(self, generation: int) -> bool:
         return self._order is not None and self._order.generation == generation

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.state.presence import BEAT_S
 
 _MOST_LINES = 200
 
@@ -41,6 +42,10 @@ class Worker:
     def __init__(self, number: int) -> None:
         # Ray does not make arguments of a constructor again: the scheduler is found by its name.
         self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
+        self._life: str = ray().get_runtime_context().get_worker_id()
+        self._ended = threading.Event()
+        ray().get(self._scheduler.begin.remote(number, self._life))
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self, script: Script) -> Ended:
         """Runs the script to its end; what it writes goes to the scheduler, line by line."""
@@ -64,8 +69,13 @@ class Worker:
         finally:
             for stream in streams:
                 stream.close()
+        self._ended.set()
         ray().get(self._scheduler.lost.remote(self._number))
         return ended
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._scheduler.beat.remote(self._number, self._life)
 
     def _say(self, name: str, lines: Sequence[str]) -> None:
         ray().get(self._scheduler.say.remote(self._number, name, list(lines)))

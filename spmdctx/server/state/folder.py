@@ -17,14 +17,16 @@ from spmdctx.wording.files import making_folder
 
 _KEPT = 2
 _LIST = "state.json"
+_RESULTS = f"results{SUFFIX}"
 
 
 class SavedState(NamedTuple):
-    """A state that is complete: its version, its folder, the step's fingerprint, and the arrays of each file."""
+    """A state that is complete: its version and folder, the step's fingerprint and number of parts, and the files of servers."""
 
     version: int
     folder: Path
     fingerprint: str
+    num_parts: int
     files: tuple[str, ...]
 
 
@@ -33,31 +35,45 @@ def state_folder(folder: Path, version: int) -> Path:
     return folder / f"state-{version:09d}"
 
 
+def shard_name(server: int) -> str:
+    """Returns the name of the file of a server."""
+    return f"server-{server}{SUFFIX}"
+
+
 def save_shard(folder: Path, version: int, server: int, values: Mapping[str, Any]) -> str:
     """Writes one server's arrays, by the path of the input that each one is; returns the name of the file.
 
     Raises:
-        FileError: it cannot be written.
+        FileError: its folder cannot be made.
+        CheckpointError: it cannot be written.
     """
     place = state_folder(folder, version)
     with making_folder(place):
-        name = f"server-{server}{SUFFIX}"
-        write_tensors(place / name, [_tensor(path, np.asarray(value)) for path, value in values.items()])
-    return name
+        write_tensors(place / shard_name(server), [_tensor(path, np.asarray(value)) for path, value in values.items()])
+    return shard_name(server)
 
 
-def complete(folder: Path, version: int, fingerprint: str, files: Iterable[str], results: Mapping[int, Mapping[int, Any]]) -> None:
+def complete(folder: Path, state: SavedState, results: Mapping[int, Mapping[int, Any]]) -> None:
     """Writes the list that makes a state count, and removes states that are older than the last ones.
 
+    Args:
+        folder: of the job.
+        state: all files of its servers are written.
+        results: of steps before it, by step and number.
+
     Raises:
-        FileError: it cannot be written.
+        CheckpointError: it cannot be written.
     """
-    place = state_folder(folder, version)
-    rows = {f"{step}/{number}": np.asarray(value) for step, own in results.items() for number, value in own.items()}
-    write_tensors(place / f"results{SUFFIX}", [_tensor(name, value) for name, value in rows.items()])
-    write_json(place / _LIST, {"version": version, "fingerprint": fingerprint, "files": sorted(files)})
-    for old in saved_states(folder)[:-_KEPT]:
-        shutil.rmtree(old.folder, ignore_errors=True)
+    with making_folder(state.folder):
+        write_tensors(state.folder / _RESULTS, _result_tensors(results))
+        body = {"version": state.version, "fingerprint": state.fingerprint, "num_parts": state.num_parts, "files": sorted(state.files)}
+        write_json(state.folder / _LIST, body)
+    kept = {one.folder for one in saved_states(folder)[-_KEPT:]}
+    for old in folder.glob("state-*"):
+        if old not in kept and old.name < state.folder.name:
+            # Without its list it does not count, whatever happens while the rest is removed.
+            (old / _LIST).unlink(missing_ok=True)
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def saved_states(folder: Path) -> list[SavedState]:
@@ -66,16 +82,24 @@ def saved_states(folder: Path) -> list[SavedState]:
     Raises:
         CheckpointError: a list that is damaged.
     """
-    found = []
-    for place in sorted(folder.glob("state-*")) if folder.is_dir() else []:
-        if not (place / _LIST).is_file():
-            continue
-        body = read_json(place / _LIST)
-        try:
-            found.append(SavedState(int(body["version"]), place, str(body["fingerprint"]), tuple(map(str, body["files"]))))
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError("The list of a saved state is damaged.", where=str(place / _LIST), got=str(error)) from error
-    return found
+    places = sorted(folder.glob("state-*")) if folder.is_dir() else []
+    return [_listed(place) for place in places if (place / _LIST).is_file()]
+
+
+def newest_state(folder: Path) -> SavedState | None:
+    """Returns the newest state that is complete, once its files are seen to be there as they were written; None if there is none.
+
+    The arrays themselves are compared with their checksums when servers load them.
+
+    Raises:
+        CheckpointError: the list or a file is missing or damaged.
+    """
+    found = saved_states(folder)
+    if not found:
+        return None
+    for name in (*found[-1].files, _RESULTS):
+        TensorFile(found[-1].folder / name, Reads()).close()
+    return found[-1]
 
 
 def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, np.ndarray[Any, Any]]:
@@ -85,28 +109,57 @@ def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, n
         CheckpointError: one is missing or damaged.
     """
     wanted, found = set(paths), {}
-    for file in sorted(state_folder(folder, version).glob(f"server-*{SUFFIX}")):
-        with TensorFile(file, Reads()) as tensors:
+    place = state_folder(folder, version)
+    for file in _listed(place).files:
+        with TensorFile(place / file, Reads()) as tensors:
             found.update({name: _whole(tensors, name) for name in wanted.intersection(tensors.tensors)})
     if missing := sorted(wanted - found.keys()):
-        raise CheckpointError("A saved state lacks arrays.", where=str(state_folder(folder, version)), got=f"no {', '.join(missing[:3])}")
+        raise CheckpointError("A saved state lacks arrays.", where=str(place), got=f"no {', '.join(missing[:3])}")
     return found
 
 
 def load_results(state: SavedState) -> dict[int, dict[int, Any]]:
-    """Returns the results of the steps before a state, by step and number."""
+    """Returns the results of the steps before a state, by step and number.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
     found: dict[int, dict[int, Any]] = {}
-    with TensorFile(state.folder / f"results{SUFFIX}", Reads()) as tensors:
+    with TensorFile(state.folder / _RESULTS, Reads()) as tensors:
         for name in tensors.tensors:
-            step, _, number = name.partition("/")
-            found.setdefault(int(step), {})[int(number)] = _whole(tensors, name)
+            group, _, form = name.rpartition("/")
+            if form == "values":
+                steps = _whole(tensors, f"{group}/steps")
+                for step, value in zip(steps.tolist(), _whole(tensors, name), strict=True):
+                    found.setdefault(step, {})[int(group.partition("/")[0])] = np.asarray(value)
     return found
 
 
-def free_bytes(folder: Path) -> int:
-    """Returns the bytes that are free where a folder lies."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+def _result_tensors(results: Mapping[int, Mapping[int, Any]]) -> list[Tensor]:
+    """Returns one array for the values of each result that are of one type, and one of their steps."""
+    groups: dict[tuple[int, Any, str], dict[int, np.ndarray[Any, Any]]] = {}
+    for step, own in sorted(results.items()):
+        for number, given in own.items():
+            value = np.asarray(given)
+            groups.setdefault((number, value.shape, str(value.dtype)), {})[step] = value
+    found = []
+    for index, ((number, _, _), values) in enumerate(groups.items()):
+        found.append(_tensor(f"{number}/{index}/steps", np.asarray(list(values), np.int64)))
+        found.append(_tensor(f"{number}/{index}/values", np.stack(list(values.values()))))
+    return found
+
+
+def _listed(place: Path) -> SavedState:
+    body = read_json(place / _LIST)
+    try:
+        files = tuple(map(str, body["files"]))
+        found = SavedState(int(body["version"]), place, str(body["fingerprint"]), int(body["num_parts"]), files)
+    except (KeyError, TypeError, ValueError) as error:
+        got = f"{type(error).__name__}: {error}"
+        raise CheckpointError("The list of a saved state is damaged.", where=str(place / _LIST), got=got) from error
+    if place.name != f"state-{found.version:09d}" or any(os.path.basename(name) != name for name in files):
+        raise CheckpointError("The list of a saved state is that of another.", where=str(place / _LIST), got=f"version {found.version}")
+    return found
 
 
 def _tensor(name: str, value: np.ndarray[Any, Any]) -> Tensor:

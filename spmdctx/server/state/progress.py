@@ -110,6 +110,7 @@ class Progress:
         if worker in self.leaving:
             self.lost(worker)
             return Leave()
+        self.workers.add(worker)
         if self.busy:
             return None
         if not self.ready:
@@ -151,8 +152,8 @@ class Progress:
 
     def pushed(self, generation: int, step: int, parts: Iterable[int], results: Mapping[int, Any] | None = None) -> None:
         """All servers have the values of some parts; in "async" they have applied them."""
-        if generation != self.generation:
-            return
+        if generation != self.generation or (self.mode == "sync" and step != self.version):
+            return  # word of a step that is over may come late
         for part in parts:
             claim = self._claims.pop((step, part), None)
             if self.mode == "async" and (step, part) not in self._done:
@@ -196,5 +197,4 @@ class Progress:
     def end_layout(self, num_servers: int, version: int) -> None:
         """The next worker divides the step for another number of servers."""
         self.num_servers, self.saved, self.ready, self.busy, self.setter = num_servers, version, False, False, None
-        self.generation += 1
-        self._claims = {}
+        self.rewind(version)

@@ -39,14 +39,19 @@ class Shard:
         self._given: Values = {}
         self._rows: dict[str, list[Rows]] = {}
         self._next = 0
+        self._read: set[str] = set()
+        self._before: Values = {}
         self._lock = threading.Lock()
 
-    def add(self, part: int, values: Mapping[str, Any]) -> bool:
-        """Takes the values of one part; the same part a second time changes nothing. Returns whether all parts are there.
+    def add(self, step: int, part: int, values: Mapping[str, Any]) -> bool:
+        """Takes the values of one part of a step; returns whether all parts are there.
 
-        Parts are added in their order, so that a sum does not depend on who is the first.
+        The same part a second time changes nothing, nor does one of another step than the next. Parts are added in their order, so that
+        a sum does not depend on who is the first.
         """
         with self._lock:
+            if step != self.version:
+                return False
             if part >= self._next and part not in self._waiting:
                 self._waiting[part] = dict(values)
                 while self._next in self._waiting:
@@ -99,6 +104,7 @@ class Shard:
         for table, own in zip(self.tables, touched, strict=True):
             table.renew(own, held)
         with self._lock:
+            self._before = {slot: self.values[slot] for slot in self._read}
             self.values = renewed
             self.results = {number: np.asarray(held[slot]) for number, slot in spec.results.items()}
             self._waiting, self._sums, self._given, self._rows, self._next = {}, {}, {}, {}, 0
@@ -114,10 +120,21 @@ class Shard:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
         self._take_over(held, touched)
 
-    def pull(self, slots: Sequence[str]) -> tuple[int, list[np.ndarray[Any, Any]]]:
-        """Returns the version, and arrays as they are now."""
+    def pull(self, slots: Sequence[str], version: int | None = None) -> tuple[int, list[np.ndarray[Any, Any]]] | None:
+        """Returns the version and arrays as they are now, or those of a version: the present one or the one before, else None.
+
+        Another server may be one version behind, and a worker may still need what belongs to that one.
+        """
         with self._lock:
-            return self.version, [np.asarray(self.values[slot]) for slot in slots]
+            self._read.update(slots if version is not None else ())
+            if version is None or version == self.version:
+                found, values = self.version, self.values
+            elif version == self.version - 1 and self._before.keys() >= set(slots):
+                found, values = version, self._before
+            else:
+                return None
+            own = [values[slot] for slot in slots]
+        return found, [np.asarray(value) for value in own]
 
     def pull_rows(self, places: Mapping[int, np.ndarray[Any, Any]]) -> tuple[int, dict[int, np.ndarray[Any, Any]]]:
         """Returns the version, and rows of tables as they are now, by the number of the table."""

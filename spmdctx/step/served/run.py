@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,9 @@ from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import RemoteArray
 from spmdctx.server.state.folder import save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
+
+_LOST_S = 0.05
+"""Seconds until the scheduler is asked again: it may not yet know that a server was lost."""
 
 
 class Held(NamedTuple):
@@ -46,8 +50,10 @@ class ServedRun:
         self._cut: Cut | None = None
         self._first: Sequence[Any] = ()
         self._held: Held | None = None
+        self._ahead: tuple[int, int, Sequence[Any]] | None = None
         self._kept: dict[int, dict[int, Any]] = {}
         self._number = 0
+        client.hello(fingerprint(step), step.loss.num_parts)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Does the next step, and returns its flat results."""
@@ -78,7 +84,8 @@ class ServedRun:
                 try:
                     self._compute(reply, at)
                 except Lost:
-                    self._held = None
+                    self._held = self._ahead = None
+                    time.sleep(_LOST_S)
             elif at == step:
                 return reply
             else:
@@ -107,19 +114,26 @@ class ServedRun:
         client = self._client
         cut = self._cut_for(client.num_servers)
         slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
-        held = self._held
-        if held is None or (held.generation, held.version) != (go.generation, go.version) or client.job.mode == "async":
-            held = self._pulled(client.start_pull(go, go.version, slots), go, slots)
+        self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
         pushes = {part: self._pushed(cut, values, part) for part in go.parts}
         client.push(go, step, pushes)
-        self._held = None
         if client.job.mode == "sync":
-            self._held = self._pulled(client.start_pull(go, go.version + 1, slots), go, slots)
+            # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
+            self._ahead = (go.generation, go.version + 1, client.start_pull(go, go.version + 1, slots))
+
+    def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
+        """Returns what servers hold in a version."""
+        held, ahead = self._held, self._ahead
+        if self._client.job.mode == "sync" and held is not None and held[:2] == (go.generation, go.version):
+            return held
+        self._held = self._ahead = None
+        if ahead is not None and ahead[:2] == (go.generation, go.version):
+            return self._pulled(ahead[2], go, slots)
+        return self._pulled(self._client.start_pull(go, go.version, slots), go, slots)
 
     def _pulled(self, pulls: Sequence[Any], go: Go, slots: Sequence[Sequence[str]]) -> Held:
         found = self._client.finish_pull(pulls)
-        versions = {one.version for one in found}
         names = [slot for own in slots for slot in own]
         arrays = [value for one in found for value in one.values]
         inputs = self._step.captured.in_avals
@@ -127,7 +141,7 @@ class ServedRun:
         for slot, value in zip(names, arrays, strict=True):
             number = int(slot.partition("/")[2])
             values[number] = typed(value, inputs[number])
-        return Held(go.generation, versions.pop() if len(versions) == 1 else -1, values)
+        return Held(go.generation, go.version, values)
 
     def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
         """Computes one part, and returns what each server gets."""
@@ -141,7 +155,7 @@ class ServedRun:
         found: list[Any] = []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
-                found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from], cut))
+                found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from]))
             elif number in cut.constants:
                 found.append(constant(cut, number, leaves))
             elif number in done.results:
@@ -150,13 +164,19 @@ class ServedRun:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
 
-    def _handle(self, number: int, aval: Any, cut: Cut) -> RemoteArray:
-        client, home = self._client, cut.home.get(number, 0)
-        return RemoteArray(
-            aval,
-            self._step.captured.inputs[number].path,
-            lambda: typed(jnp.asarray(client.current(f"in/{number}", home)), aval),
-        )
+    def _handle(self, number: int, aval: Any) -> RemoteArray:
+        return RemoteArray(aval, self._step.captured.inputs[number].path, lambda: typed(jnp.asarray(self._read(number)), aval))
+
+    def _read(self, number: int) -> Any:
+        """Returns an array as its server has it now, after all steps that this worker has seen."""
+        while True:
+            if self._client.job.mode == "sync":
+                self._until_done(self._number - 1)
+            try:
+                least = self._number if self._client.job.mode == "sync" else 0
+                return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
+            except Lost:
+                time.sleep(_LOST_S)
 
 
 def _own(leaf: Any) -> Any:

@@ -1,0 +1,75 @@
+"""What workers run while `ps_faults` kills them: a small step; each loss and the last state are said to the bit.
+
+    spmdctx launch --servers 2 --workers 3 -m benchmarks.ps_work STEPS [--pause SECONDS] [--gates FOLDER]
+
+Before the step of a number it waits while FOLDER holds a file `gate-NUMBER`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    """Trains."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("steps", type=int)
+    parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--gates", type=Path)
+    arguments = parser.parse_args()
+
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    import numpy as np
+
+    step, state, batch = made()
+    for number in range(arguments.steps):
+        while arguments.gates is not None and (arguments.gates / f"gate-{number}").exists():
+            time.sleep(0.02)
+        time.sleep(arguments.pause)
+        state, loss = step(state, batch(number))
+        print("STEP", number, float(loss).hex(), flush=True)
+    digest = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        digest.update(np.asarray(leaf).tobytes())
+    print("STATE", digest.hexdigest(), flush=True)
+
+
+def made() -> tuple[Any, Any, Any]:
+    """Returns a step, its first state, and what makes the batch of a step."""
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+
+    import spmdctx
+
+    rng = np.random.default_rng(0)
+    params = {"w1": jnp.asarray(rng.normal(size=(8, 16))), "w2": jnp.asarray(rng.normal(size=(16, 4))), "b": jnp.zeros(4)}
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(optax.cosine_decay_schedule(1e-2, 50)))
+
+    @spmdctx.parallel(parallel_mode="stand_alone")
+    def step(state: Any, batch: Any) -> Any:
+        params, slots = state
+        inputs, targets = batch
+
+        def loss_of(params: Any) -> Any:
+            return jnp.mean((jnp.tanh(inputs @ params["w1"]) @ params["w2"] + params["b"] - targets) ** 2)
+
+        loss, gradients = spmdctx.value_and_grad(loss_of)(params)
+        updates, slots = optimizer.update(gradients, slots, params)
+        return (optax.apply_updates(params, updates), slots), loss
+
+    def batch(number: int) -> tuple[Any, Any]:
+        own = np.random.default_rng(1000 + number)
+        return own.normal(size=(12, 8)), own.normal(size=(12, 4))
+
+    return step, (params, optimizer.init(params)), batch
+
+
+if __name__ == "__main__":
+    main()

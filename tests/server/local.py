@@ -1,0 +1,71 @@
+"""Servers in the process of the worker, with no engine: what a job must come to, whatever is lost on its way."""
+
+import threading
+from pathlib import Path
+
+from spmdctx.server.engine.server import Pulled
+from spmdctx.server.state.folder import SavedState, complete, load_arrays, shard_name, state_folder
+from spmdctx.server.state.progress import Progress
+from spmdctx.server.state.shard import Shard
+
+
+class LocalClient:
+    """Stands for `Client`: one worker that computes all parts."""
+
+    def __init__(self, job):
+        self.job, self.kept_from, self.worker = job, 0, 0
+        self._progress = Progress(job.num_servers)
+        self._shards = []
+
+    @property
+    def num_servers(self):
+        return self.job.num_servers
+
+    def hello(self, fingerprint, num_parts):
+        self._progress.hello(0)
+
+    def ask(self, step):
+        return self._progress.ask(0, step)
+
+    def set_up(self, layout):
+        folder = Path(self.job.folder)
+        files = tuple(shard_name(number) for number in range(len(layout.specs)))
+        complete(folder, SavedState(0, state_folder(folder, 0), layout.fingerprint, layout.num_parts, files), {})
+        for spec in layout.specs:
+            found = load_arrays(folder, 0, spec.held.values())
+            self._shards.append(Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, 0))
+        self._progress.start(0, len(layout.specs), layout.num_parts)
+
+    def start_pull(self, go, version, slots):
+        return [(shard, version, own) for shard, own in zip(self._shards, slots, strict=True) if own]
+
+    def finish_pull(self, pulls):
+        return [Pulled(*shard.pull(own, version)) for shard, version, own in pulls]
+
+    def push(self, go, step, parts):
+        for part, values in parts.items():
+            full = [shard.add(step, part, own) for shard, own in zip(self._shards, values, strict=True)]
+        self._progress.pushed(go.generation, step, list(parts))
+        assert all(full)
+        self._renew()
+        for number, shard in enumerate(self._shards):
+            self._progress.applied(number, go.generation, shard.version, shard.results)
+
+    def _renew(self):
+        board, changed = {}, threading.Condition()
+
+        def exchange(number, values, awaited):
+            with changed:
+                board.update(values)
+                changed.notify_all()
+                assert changed.wait_for(lambda: all(slot in board for slot in awaited), 30)
+                return {slot: board[slot] for slot in awaited}
+
+        threads = [threading.Thread(target=shard.renew, args=(exchange,)) for shard in self._shards]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+
+    def latest(self, version, slot, home):
+        return self._shards[home(len(self._shards))].pull([slot])[1][0]
