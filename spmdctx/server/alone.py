@@ -98,12 +98,12 @@ class Alone:
         count, reader, num_parts = len(self.shards), self._reader, self._step.loss.num_parts
         for part in range(num_parts):
             rows = reader.rows(whole, part)
-            pieces = [shard.pull_rows(places_on(rows, number, count))[1] for number, shard in enumerate(self.shards)]
+            pieces = [shard.pull_rows(places_on(rows, number, count)) or {} for number, shard in enumerate(self.shards)]
             values = {**whole, **reader.gathered(rows, pieces)}
             made = part_results(program, call, values, part, num_parts, rows.places)
             for number, shard in enumerate(self.shards):
                 own = pushed_to(self._cut, number, made, values, gives=part == 0)
-                shard.add(part, {**own, **reader.pushed(rows, made, number, count)})
+                shard.add(shard.version, part, {**own, **reader.pushed(rows, made, number, count)})
 
     def _state(self, *, with_tables: bool = False) -> dict[int, Any]:
         """Returns the servers' arrays by the input's number."""

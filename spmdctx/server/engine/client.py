@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
 from spmdctx.server.engine.scheduler import Answer, Job, Layout, Scheduler
 from spmdctx.server.engine.server import Pulled
+from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
 
 WORKER = "SPMDCTX_PS_WORKER"
@@ -39,6 +41,7 @@ class Client:
             connect()
             self._scheduler = own.remote(Scheduler).options(num_cpus=0, max_concurrency=1000, name=SCHEDULER).remote(job)
         self._is_launched = WORKER in os.environ
+        self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
         self._generation = -1
@@ -94,6 +97,20 @@ class Client:
         found = self._from_servers(pulls)
         if any(one is None for one in found):
             raise Lost
+        self.traffic["pulled"] += num_bytes([one.values for one in found])
+        return found
+
+    def pull_rows(self, go: Go, places: Sequence[Mapping[int, Any]]) -> list[Mapping[int, Any]]:
+        """Returns rows of tables in the version of a part, of each server those that are asked for, by the table's number.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        pulls = [server.pull_rows.remote(go.generation, go.version, own) for server, own in zip(self._servers, places, strict=True)]
+        found = self._from_servers(pulls)
+        if any(one is None for one in found):
+            raise Lost
+        self.traffic["rows pulled"] += num_bytes(places) + num_bytes(found)
         return found
 
     def push(self, go: Go, step: int, parts: Mapping[int, Sequence[Mapping[str, Any]]]) -> dict[int, Any]:
@@ -110,6 +127,10 @@ class Client:
         found = self._from_servers(pushes)
         if any(one is None for one in found):
             raise Lost
+        for own in (own for values in parts.values() for own in values):
+            rows = {slot: value for slot, value in own.items() if isinstance(value, Rows)}
+            self.traffic["rows pushed"] += num_bytes(rows)
+            self.traffic["pushed"] += num_bytes(own) - num_bytes(rows)
         results = {number: value for one in found for number, value in one.items()}
         self._scheduler.pushed.remote(go.generation, step, list(parts), results)
         return results
@@ -146,3 +167,10 @@ class Client:
             raise CommunicationError(
                 "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
             ) from error
+
+
+def num_bytes(values: Any) -> int:
+    """Returns the bytes of all arrays in mappings and sequences."""
+    if isinstance(values, Mapping):
+        return sum(map(num_bytes, values.values()))
+    return sum(map(num_bytes, values)) if isinstance(values, list | tuple) else int(getattr(values, "nbytes", 0))

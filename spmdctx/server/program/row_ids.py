@@ -106,5 +106,3 @@ def interleaved(pieces: Sequence[Array]) -> Array:
     for server, piece in enumerate(pieces):
         whole[server :: len(pieces)] = piece
     return whole
-
-

@@ -13,9 +13,9 @@ import numpy as np
 
 from spmdctx.gradients.reduce import is_low_precision
 from spmdctx.gradients.results import Fate, Row
-from spmdctx.server.program.capture import ServedStep
 from spmdctx.pipeline.cut.line import variables
-from spmdctx.server.program.cut import Cut
+from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.cut import Cut, ServerProgram
 from spmdctx.server.program.row_step import run_row_step
 from spmdctx.server.program.rows import run_rows
 
@@ -149,7 +149,7 @@ def _spec(step: ServedStep, cut: Cut, server: int, *, x64: bool) -> ServerSpec:
         renewed=renewed,
         joins={f"loss/{number}": _join(step.loss.rows[number], avals[number], step.loss.num_parts) for number in part.joined},
         given=tuple(f"in/{number}" for number in part.given),
-        rounds=tuple(None if own is None else RoundSpec(exported(own.jaxpr, _tables_of(own.jaxpr, cut)), own.inputs, own.outputs) for own in part.rounds),
+        rounds=tuple(None if own is None else _round(own, cut) for own in part.rounds),
         posts=part.posts,
         awaits=part.awaits,
         results=part.results,
@@ -167,6 +167,10 @@ def _join(row: Row, aval: Any, num_parts: int) -> Join:
     if row.fate is Fate.STACKED and row.dim is not None and num_parts > 1:
         return Join("stack", dtype, dtype, row.dim)
     return Join("last", dtype, dtype)
+
+
+def _round(own: ServerProgram, cut: Cut) -> RoundSpec:
+    return RoundSpec(exported(own.jaxpr, _tables_of(own.jaxpr, cut)), own.inputs, own.outputs)
 
 
 def _tables_of(closed: jexc.ClosedJaxpr, cut: Cut) -> dict[Any, int]:

@@ -50,7 +50,8 @@ def split_rows(step: ServedStep, around: Around, num_servers: int) -> SplitRows:
     writer = _Writer(found, num_servers)
     after: list[Any] = []
     for eqn in around.after:
-        index = next((at for at, own in enumerate(found.tables) if own.table.after.intersection((*variables(eqn.invars), *eqn.outvars))), None)
+        near = {*variables(eqn.invars), *eqn.outvars}
+        index = next((at for at, own in enumerate(found.tables) if not near.isdisjoint(own.table.after)), None)
         if index is None:
             after.append(eqn)
         elif eqn.outvars[0] not in found.tables[index].table.after:
@@ -61,7 +62,8 @@ def split_rows(step: ServedStep, around: Around, num_servers: int) -> SplitRows:
         if leaf.carried_from in step.tables.held:
             outvars[number] = body.invars[leaf.carried_from]
     outvars += dict.fromkeys(var for own in found.tables for var in own.step.scalars)
-    whole = body.replace(eqns=[*around.before, around.loss, *after], outvars=outvars, debug_info=body.debug_info._replace(result_paths=None))
+    info = body.debug_info._replace(result_paths=None)
+    whole = body.replace(eqns=[*around.before, around.loss, *after], outvars=outvars, debug_info=info)
     found.around = replace(around, jaxpr=jexc.ClosedJaxpr(whole, around.jaxpr.consts), after=tuple(after))
     return found
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.capture.around import Around, around_of
+from spmdctx.pipeline.capture.around import around_of
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import is_array, needed, variables
 from spmdctx.rules.elementwise import ELEMENTWISE
@@ -207,7 +207,8 @@ def _checked_in_part(eqn: Any, rows: set[Any], leaves: Sequence[Any]) -> IdsRead
     if name in (GATHER, SCATTER):
         numbers = params["dimension_numbers"]
         is_gather = name == GATHER
-        dims = (numbers.collapsed_slice_dims, numbers.start_index_map) if is_gather else (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims)
+        dims = (numbers.collapsed_slice_dims, numbers.start_index_map) if is_gather else None
+        dims = dims or (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims)
         first = eqn.invars[0]
         is_whole = not is_gather or params["slice_sizes"] == (1, *first.aval.shape[1:])
         is_whole = is_whole and dims == ((0,), (0,)) and not numbers.operand_batching_dims and params["mode"] in _MODES
@@ -252,5 +253,3 @@ def _keeps(eqn: Any, rows: set[Any]) -> bool:
     if name == "transpose":
         return bool(params["permutation"][0] == 0)
     return name != "squeeze" or 0 not in params["dimensions"]
-
-

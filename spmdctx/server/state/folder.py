@@ -13,6 +13,8 @@ import numpy as np
 from spmdctx.checkpoint.files import read_json, write_json
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, TensorFile, write_tensors
 from spmdctx.errors import CheckpointError
+from spmdctx.server.program.spec import ServerSpec
+from spmdctx.server.state.row_files import Piece, read_rows
 from spmdctx.wording.files import making_folder
 
 _KEPT = 2
@@ -110,11 +112,42 @@ def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, n
     """
     wanted, found = set(paths), {}
     place = state_folder(folder, version)
-    for file in _listed(place).files:
-        with TensorFile(place / file, Reads()) as tensors:
+    files = files_of(folder, version)
+    for file in files:
+        with TensorFile(file, Reads()) as tensors:
             found.update({name: _whole(tensors, name) for name in wanted.intersection(tensors.tensors)})
+    for path in wanted - found.keys():
+        rows = read_rows(files, Piece(path, 0, 1))
+        found |= {} if rows is None else {path: rows}
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError("A saved state lacks arrays.", where=str(place), got=f"no {', '.join(missing[:3])}")
+    return found
+
+
+def files_of(folder: Path, version: int) -> list[Path]:
+    """Returns the files of a version that servers have written.
+
+    Raises:
+        CheckpointError: its list is missing or damaged.
+    """
+    place = state_folder(folder, version)
+    return [place / name for name in _listed(place).files]
+
+
+def row_pieces(spec: ServerSpec) -> dict[str, Piece]:
+    """Returns, by slot, what a server has of tables."""
+    return {slot: Piece(path, spec.server, spec.num_servers) for table in spec.tables for slot, path in table.held.items()}
+
+
+def load_rows(folder: Path, version: int, piece: Piece) -> np.ndarray[Any, Any]:
+    """Returns rows of an array of a version, whichever servers have saved them.
+
+    Raises:
+        CheckpointError: the array is missing or damaged.
+    """
+    found = read_rows(files_of(folder, version), piece)
+    if found is None:
+        raise CheckpointError("A saved state lacks an array.", where=str(state_folder(folder, version)), got=f"no {piece.path}")
     return found
 
 

@@ -133,12 +133,21 @@ class Shard:
                 found, values = version, self._before
             else:
                 return None
-            own = [values[slot] for slot in slots]
+            own = [values[slot] if slot in values else self._of_tables(slot) for slot in slots]
         return found, [np.asarray(value) for value in own]
 
-    def pull_rows(self, places: Mapping[int, np.ndarray[Any, Any]]) -> tuple[int, dict[int, np.ndarray[Any, Any]]]:
-        """Returns the version, and rows of tables as they are now, by the number of the table."""
-        return self.version, {number: self.tables[number].pull(own) for number, own in places.items()}
+    def pull_rows(self, places: Mapping[int, np.ndarray[Any, Any]], version: int | None = None) -> dict[int, np.ndarray[Any, Any]] | None:
+        """Returns rows of tables by the number of the table, as they are now or in a version; None if this is there no more."""
+        found = {}
+        for number, own in places.items():
+            rows = self.tables[number].pull(own, version)
+            if rows is None:
+                return None
+            found[number] = rows
+        return found
+
+    def _of_tables(self, slot: str) -> np.ndarray[Any, Any]:
+        return next(table.arrays()[slot].copy() for table in self.tables if slot in table.spec.held)
 
     def saved(self) -> Values:
         """Returns the arrays as they are now, by slot; those of tables change with the next update."""

@@ -50,20 +50,38 @@ class RowTable:
         self._last = None if spec.is_still else np.full(self._count, version, np.int64)
         self._first = version
         self._past: list[list[Array]] = []
+        self._before: tuple[Array, Array] | None = None
         self._lock = threading.RLock()
 
     def arrays(self) -> dict[str, Array]:
         """Returns what is held, all rows as they are after the last update; nobody may write to it."""
-        self._catch_up(np.arange(self._count))
         with self._lock:
+            if self._last is not None:
+                self._catch_up(np.flatnonzero(self._last < self.version), self.version)
             self._first, self._past = self.version, []
         return self._arrays
 
-    def pull(self, places: Array) -> Array:
-        """Returns rows of the table."""
+    def pull(self, places: Array, version: int | None = None) -> Array | None:
+        """Returns rows of the table as they are now, or in a version: the present one or the one before, else None.
+
+        Another server may be one version behind, and a worker may still need what belongs to that one.
+        """
         with self._lock:
-            self._catch_up(places)
-            return next(iter(self._arrays.values()))[places]
+            first = next(iter(self._arrays.values()))
+            if version is None or version == self.version:
+                self._catch_up(places, self.version)
+                return first[places]
+            if version != self.version - 1 or self._before is None:
+                return None
+            known, old = self._before
+            at = np.searchsorted(known, places).clip(max=max(len(known) - 1, 0))
+            is_known = known[at] == places if len(known) else np.zeros(len(places), bool)
+            if self._last is not None and (self._last[places[~is_known]] > version).any():
+                return None
+            self._catch_up(places[~is_known], version)
+            found = first[places]
+            found[is_known] = old[at[is_known]]
+            return found
 
     def touched(self, parts: Sequence[Rows], num_parts: int) -> Touched:
         """Returns the rows of all parts, their gradients joined as those of whole arrays."""
@@ -79,7 +97,7 @@ class RowTable:
             total = (total / dtype.type(num_parts)).astype(dtype, copy=False)
         padded = np.concatenate([places, np.zeros(size - len(places), places.dtype)])
         with self._lock:
-            self._catch_up(places)
+            self._catch_up(places, self.version)
             held = [own[padded] for own in self._arrays.values()]
         return Touched(places, padded, held, total.astype(jnp.dtype(join.dtype), copy=False))
 
@@ -88,6 +106,7 @@ class RowTable:
         own = [np.asarray(scalars[slot]) for slot in self.spec.scalars]
         made = [np.asarray(one) for one in self._step(*touched.held, touched.gradient, *own)]
         with self._lock:
+            self._before = touched.places, touched.held[0][: len(touched.places)]
             for array, rows in zip(self._arrays.values(), made, strict=True):
                 array[touched.places] = rows[: len(touched.places)]
             if self._last is not None:
@@ -95,33 +114,32 @@ class RowTable:
                 self._last[touched.places] = self.version + 1
             self.version += 1
 
-    def _catch_up(self, places: Array) -> None:
-        """Does the updates that some rows have missed."""
-        with self._lock:
-            if self._last is None or not len(places):
-                return
-            missed = self.version - self._last[places]
-            places, missed = places[missed > 0], missed[missed > 0]
-            # Rows that have missed about as many updates are renewed together.
-            classes = np.frexp(missed)[1]
-            for one in np.unique(classes):
-                own = np.unique(places[classes == one])
-                for start in range(0, len(own), _BLOCK):
-                    self._renew_late(own[start : start + _BLOCK])
+    def _catch_up(self, places: Array, version: int) -> None:
+        """Does the updates before a version that some rows have missed."""
+        if self._last is None or not len(places):
+            return
+        missed = version - self._last[places]
+        places, missed = places[missed > 0], missed[missed > 0]
+        # Rows that have missed about as many updates are renewed together.
+        classes = np.frexp(missed)[1]
+        for one in np.unique(classes):
+            own = np.unique(places[classes == one])
+            for start in range(0, len(own), _BLOCK):
+                self._renew_late(own[start : start + _BLOCK], version)
 
-    def _renew_late(self, places: Array) -> None:
+    def _renew_late(self, places: Array, version: int) -> None:
         assert self._last is not None, "a table whose rows are still has nothing to do late"
         size = bucket(len(places), 4)
         padded = np.concatenate([places, np.full(size - len(places), places[0])])
         last = self._last[padded]
         held = [own[padded] for own in self._arrays.values()]
-        for first in range(int(last.min()), self.version, _STEPS):
-            past = self._past[first - self._first : min(first + _STEPS, self.version) - self._first]
+        for first in range(int(last.min()), version, _STEPS):
+            past = self._past[first - self._first : min(first + _STEPS, version) - self._first]
             scalars = [np.stack([*column, *[column[-1]] * (_STEPS - len(past))]) for column in zip(*past, strict=True)]
             held = self._skipped(held, (last - first).astype(np.int32), np.int32(len(past)), scalars)
         for array, rows in zip(self._arrays.values(), held, strict=True):
             array[places] = np.asarray(rows)[: len(places)]
-        self._last[places] = self.version
+        self._last[places] = version
 
 
 class _Skipped:

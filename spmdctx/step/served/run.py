@@ -17,10 +17,11 @@ from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut, cut_step
+from spmdctx.server.program.row_ids import RowReader, interleaved, places_on
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import RemoteArray
-from spmdctx.server.state.folder import save_shard
+from spmdctx.server.state.folder import row_pieces, save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
 _LOST_S = 0.05
@@ -53,6 +54,7 @@ class ServedRun:
         self._ahead: tuple[int, int, Sequence[Any]] | None = None
         self._kept: dict[int, dict[int, Any]] = {}
         self._number = 0
+        self._reader = RowReader(step)
         client.hello(fingerprint(step), step.loss.num_parts)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
@@ -102,6 +104,8 @@ class ServedRun:
         if reply.version is None:
             for number, server in enumerate(cut.servers):
                 own = {self._step.captured.inputs[one].path: raw(jnp.asarray(self._first[one])) for one in server.held}
+                for slot, piece in row_pieces(specs[number]).items():
+                    own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
                 save_shard(Path(self._client.job.folder), 0, number, own)
         self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
 
@@ -116,7 +120,7 @@ class ServedRun:
         slots = [[f"in/{number}" for number in cut.pulled if cut.home.get(number, 0) == server] for server in range(len(cut.servers))]
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
-        pushes = {part: self._pushed(cut, values, part) for part in go.parts}
+        pushes = {part: self._pushed(cut, values, part, go) for part in go.parts}
         client.push(go, step, pushes)
         if client.job.mode == "sync":
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
@@ -143,11 +147,15 @@ class ServedRun:
             values[number] = typed(value, inputs[number])
         return Held(go.generation, go.version, values)
 
-    def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
+    def _pushed(self, cut: Cut, values: dict[int, Any], part: int, go: Go) -> list[dict[str, Any]]:
         """Computes one part, and returns what each server gets."""
-        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts)
+        reader, count = self._reader, len(cut.servers)
+        rows = reader.rows(values, part)
+        if rows.ids:
+            values = {**values, **reader.gathered(rows, self._client.pull_rows(go, [places_on(rows, one, count) for one in range(count)]))}
+        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts, rows.places)
         gives = part == 0 or self._client.job.mode == "async"
-        return [pushed_to(cut, server, made, values, gives=gives) for server in range(len(cut.servers))]
+        return [{**pushed_to(cut, one, made, values, gives=gives), **reader.pushed(rows, made, one, count)} for one in range(count)]
 
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
@@ -174,6 +182,9 @@ class ServedRun:
                 self._until_done(self._number - 1)
             try:
                 least = self._number if self._client.job.mode == "sync" else 0
+                if self._step.tables is not None and number in self._step.tables.held:
+                    servers = range(self._client.num_servers)
+                    return interleaved([self._client.latest(least, f"in/{number}", lambda _, own=own: own) for own in servers])
                 return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
             except Lost:
                 time.sleep(_LOST_S)
