@@ -51,8 +51,8 @@ INNER = {
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
-    "server": ("program scale", "state", "loads alone", "engine", "remote plan"),
-    "server/program": ("balance rows", "capture", "row_step", "tables split_rows", "cut", "spec worker", "row_ids"),
+    "server": ("program scale", "state", "loads alone", "engine", "remote plan", "initial"),
+    "server/program": ("balance rows recipe", "capture", "row_step", "tables split_rows", "cut", "spec worker", "row_ids"),
     "server/state": ("progress presence row_files table", "folder shard",),
     "server/engine": ("rays", "server", "fleet", "scheduler", "client worker", "job"),
     "step": (

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.program.recipe import made_rows
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_arrays, load_rows, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
@@ -194,8 +195,10 @@ def _loaded(order: Order) -> Shard:
     folder = Path(order.folder)
     found = load_arrays(folder, order.version, spec.held.values())
     values = {slot: found[path] for slot, path in spec.held.items()}
+    recipes = {slot: recipe for table in spec.tables for slot, recipe in table.recipes.items()} if order.version == 0 else {}
     for slot, piece in row_pieces(spec).items():
-        values[slot] = load_rows(folder, order.version, piece)
+        has_recipe = slot in recipes
+        values[slot] = made_rows(recipes[slot], *piece[1:]) if has_recipe else load_rows(folder, order.version, piece)
     return Shard(spec, values, order.version)
 
 

@@ -86,7 +86,7 @@ def _random(source: np.random.Generator, aval: Any, probe: int, shape: tuple[int
     if aval.dtype == jnp.bool_:
         return jnp.asarray(source.integers(0, 2, shape), bool)
     if jnp.issubdtype(aval.dtype, jnp.integer):
-        most = min(int(jnp.iinfo(aval.dtype).max) - 1, 10 ** (probe + 1))
+        most = min(int(np.iinfo(aval.dtype).max) - 1, 10 ** (probe + 1))
         return jnp.asarray(source.integers(0, most, shape), aval.dtype)
     return jnp.asarray(source.uniform(-0.5 if probe % 2 else 0.1, 0.9, shape), aval.dtype)
 

@@ -97,14 +97,14 @@ def unshared(eqns: Sequence[Any], outvars: Sequence[Any]) -> tuple[list[Any], li
         return fresh[eqn.outvars.index(atom)]
 
     for eqn in eqns:
-        if _is_uniform(eqn, maker):
+        if is_uniform(eqn, maker):
             maker.update(dict.fromkeys(eqn.outvars, eqn))
         else:
             found.append(eqn.replace(invars=[own(atom) for atom in eqn.invars]))
     return found, [own(atom) for atom in outvars]
 
 
-def _is_uniform(eqn: Any, uniform: Mapping[Any, Any]) -> bool:
+def is_uniform(eqn: Any, uniform: Mapping[Any, Any]) -> bool:
     """Returns whether an equation makes an array of equal elements, from scalars and such arrays."""
     if len(eqn.outvars) != 1 or not is_array(eqn.outvars[0]) or eqn.primitive.name not in (*ELEMENTWISE, "broadcast_in_dim", "reshape"):
         return False

@@ -16,6 +16,7 @@ from spmdctx.gradients.results import Fate, Row
 from spmdctx.pipeline.cut.line import variables
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut, ServerProgram
+from spmdctx.server.program.recipe import Recipe
 from spmdctx.server.program.row_step import run_row_step
 from spmdctx.server.program.rows import run_rows
 
@@ -54,6 +55,7 @@ class TableSpec(NamedTuple):
         step: the program that takes rows of what is held and of the gradient, and scalars, and gives the next rows of what is held.
         scalars: the slots of these scalars.
         is_still: whether a row whose gradient is zero keeps its values.
+        recipes: by slot, how rows are made at first that no worker has.
     """
 
     num_rows: int
@@ -64,6 +66,7 @@ class TableSpec(NamedTuple):
     step: bytes
     scalars: tuple[str, ...]
     is_still: bool
+    recipes: Mapping[str, Recipe]
 
 
 class ServerSpec(NamedTuple):
@@ -133,6 +136,7 @@ def _table(step: ServedStep, cut: Cut, number: int) -> TableSpec:
         step=_exported(run, [*structs, *(raw_type(var.aval) for var in own.scalars)]),
         scalars=cut.scalars[number],
         is_still=table.is_still,
+        recipes={},
     )
 
 

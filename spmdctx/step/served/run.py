@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from spmdctx.errors import CommunicationError
 from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
+from spmdctx.server.initial import with_recipes
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.row_ids import RowReader, interleaved, places_on
@@ -69,6 +71,11 @@ class ServedRun:
         return self._results(done, leaves)
 
     @property
+    def traffic(self) -> Mapping[str, int]:
+        """The bytes that this worker has pushed and pulled, of rows of tables and of other arrays."""
+        return self._client.traffic
+
+    @property
     def _carried(self) -> set[int]:
         return {leaf.carried_from for leaf in self._step.captured.outputs if leaf.carried_from is not None}
 
@@ -100,11 +107,14 @@ class ServedRun:
 
     def _set_up(self, reply: Setup) -> None:
         cut = self._cut_for(reply.num_servers)
-        specs = server_specs(self._step, cut, x64=x64_is_on())
+        specs = with_recipes(server_specs(self._step, cut, x64=x64_is_on()), self._step, self._first)
         if reply.version is None:
             for number, server in enumerate(cut.servers):
                 own = {self._step.captured.inputs[one].path: raw(jnp.asarray(self._first[one])) for one in server.held}
+                recipes = {slot for table in specs[number].tables for slot in table.recipes}
                 for slot, piece in row_pieces(specs[number]).items():
+                    if slot in recipes:
+                        continue
                     own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
                 save_shard(Path(self._client.job.folder), 0, number, own)
         self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
@@ -184,10 +194,15 @@ class ServedRun:
                 least = self._number if self._client.job.mode == "sync" else 0
                 if self._step.tables is not None and number in self._step.tables.held:
                     servers = range(self._client.num_servers)
-                    return interleaved([self._client.latest(least, f"in/{number}", lambda _, own=own: own) for own in servers])
+                    return interleaved([self._client.latest(least, f"in/{number}", partial(_first, own)) for own in servers])
                 return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
             except Lost:
                 time.sleep(_LOST_S)
+
+
+def _first(server: int, num_servers: int) -> int:
+    del num_servers
+    return server
 
 
 def _own(leaf: Any) -> Any:
