@@ -14,6 +14,7 @@ import resource
 import subprocess
 import sys
 import time
+from typing import Any
 
 WIDTH, BATCH, FEATURES = 16, 1024, 8
 DENSE_ROWS, SMALL_ROWS = 500_000, 100_000
@@ -37,15 +38,15 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
 
     optimizer = optax.adagrad(0.05)
 
-    def small(key, shape, dtype):
+    def small(key: Any, shape: Any, dtype: Any) -> Any:
         return 0.01 * jax.random.normal(key, shape, dtype)
 
     @spmdctx.parallel(parallel_mode="stand_alone")
-    def step(state, batch):
+    def step(state: Any, batch: Any) -> Any:
         params, own = state
         ids, labels = batch
 
-        def loss(params):
+        def loss(params: Any) -> Any:
             logits = jnp.take(params["table"], ids, axis=0).reshape(len(ids), -1) @ params["tower"]
             logits += 0 * jnp.sum(params["table"][:1]) if is_dense else 0
             return jnp.mean(optax.sigmoid_binary_cross_entropy(logits, labels))
@@ -64,7 +65,7 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
         ids = (random.zipf(1.2, (BATCH, FEATURES)) * 2654435761 + np.arange(FEATURES)) % rows
         state, value = step(state, (jnp.asarray(ids, jnp.int32), jnp.asarray(ids[:, 0] % 2, jnp.float32)))
         float(value)
-        traffic = sum(step._last.served.traffic.values())
+        traffic = sum(step._last.entry.served.traffic.values())
         touched += len(np.unique(ids)) * WIDTH * 4 if number else 0
         if not number:
             start, before = time.perf_counter(), traffic
@@ -82,21 +83,8 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
 
 def launched(rows: int, steps: int, *, is_dense: bool = False) -> dict[str, float]:
     """Trains with two servers and one worker, and returns what the worker measured."""
-    command = [
-        sys.executable,
-        "-m",
-        "spmdctx",
-        "launch",
-        "--servers",
-        "2",
-        "--workers",
-        "1",
-        "--timeout",
-        "600",
-        "--save-every",
-        "1000",
-        __file__,
-    ]
+    command = [sys.executable, "-m", "spmdctx", "launch", "--servers", "2", "--workers", "1", "--timeout", "600"]
+    command += ["--save-every", "1000", __file__]
     command += ["--rows", str(rows), "--steps", str(steps), "--worker", "dense" if is_dense else "rows"]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, check=False)

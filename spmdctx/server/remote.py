@@ -21,6 +21,11 @@ class RemoteArray:
         self.aval, self.path, self._fetch = aval, path, fetch
 
     @property
+    def remote_aval(self) -> Any:
+        """Its type, by which a step is traced."""
+        return self.aval
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Its sizes."""
         return tuple(self.aval.shape)
