@@ -57,7 +57,9 @@ def constant(cut: Cut, number: int, leaves: Sequence[Any]) -> Any:
 
 def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> list[Any]:
     """Does one step in this process, with all servers in it; returns its flat results."""
-    return Alone(step, cut, leaves).run(program, call, leaves)
+    alone = Alone(step, cut, leaves)
+    alone.advance(program, call, leaves)
+    return alone.results(leaves)
 
 
 class Alone:
@@ -75,13 +77,16 @@ class Alone:
         self._reader = RowReader(step)
         self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
 
-    def run(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> list[Any]:
-        """Does one step from the servers' state and the other leaves; returns its flat results."""
+    def advance(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> None:
+        """Does one step from the servers' state and the other leaves."""
         self._push(program, call, {**dict(enumerate(leaves)), **self._state()})
         board = _Board()
         with ThreadPoolExecutor(len(self.shards)) as pool:
             for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
                 done.result()
+
+    def results(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the flat results of the last step, which has read these leaves."""
         held = self._state(with_tables=True)
         results = {number: value for shard in self.shards for number, value in shard.results.items()}
         captured, found = self._step.captured, []

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax
 
 from spmdctx.server.engine.rays import SCHEDULER, ray
-from spmdctx.server.program.recipe import made_rows
 from spmdctx.server.program.spec import ServerSpec
-from spmdctx.server.state.folder import load_arrays, load_rows, row_pieces, save_shard
+from spmdctx.server.state.folder import load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
 
 
@@ -192,14 +191,7 @@ class Server:
 def _loaded(order: Order) -> Shard:
     spec = order.spec
     jax.config.update("jax_enable_x64", spec.x64)
-    folder = Path(order.folder)
-    found = load_arrays(folder, order.version, spec.held.values())
-    values = {slot: found[path] for slot, path in spec.held.items()}
-    recipes = {slot: recipe for table in spec.tables for slot, recipe in table.recipes.items()} if order.version == 0 else {}
-    for slot, piece in row_pieces(spec).items():
-        has_recipe = slot in recipes
-        values[slot] = made_rows(recipes[slot], *piece[1:]) if has_recipe else load_rows(folder, order.version, piece)
-    return Shard(spec, values, order.version)
+    return Shard(spec, load_held(Path(order.folder), order.version, spec), order.version)
 
 
 def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:

@@ -59,8 +59,7 @@ class _Finder:
         found: list[Table] = []
         notes: list[str] = []
         for result, leaf in sorted(self._step.loss.primal_of.items()):
-            var = self._part.jaxpr.invars[leaf]
-            if not any(eqn.primitive.name == GATHER for eqn in self._part.jaxpr.eqns if self._reads(eqn, var)):
+            if not _is_read_by_ids(self._part.jaxpr.eqns, self._part.jaxpr.invars[leaf]):
                 continue
             try:
                 found.append(self._table(result, leaf))
@@ -69,14 +68,6 @@ class _Finder:
         shared = {number for table in found for number in table.held if sum(number in other.held for other in found) > 1}
         found = [table for table in found if shared.isdisjoint(table.held)]
         return Tables(self._around, self._part, tuple(found), tuple(notes)) if found or notes else None
-
-    def _reads(self, eqn: Any, var: Any) -> bool:
-        """Returns whether an equation reads a leaf, or a cast of it."""
-        casts = {var}
-        for own in self._part.jaxpr.eqns:
-            if own.primitive.name == "convert_element_type" and own.invars[0] in casts:
-                casts.update(own.outvars)
-        return bool(eqn.invars) and not isinstance(eqn.invars[0], jexc.Literal) and eqn.invars[0] in casts
 
     def _table(self, result: int, leaf: int) -> Table:
         around, loss = self._around, self._around.loss
@@ -160,6 +151,18 @@ class _Finder:
         for index in own:
             if isinstance(body.outvars[index], jexc.Literal) or body.outvars[index] not in table.after:
                 raise _Fault("its next value does not depend on it")
+
+
+def _is_read_by_ids(eqns: Sequence[Any], leaf: Any) -> bool:
+    """Returns whether a gather reads a leaf, or what is made of it element by element."""
+    own = {leaf}
+    for eqn in eqns:
+        if own.isdisjoint(variables(eqn.invars)):
+            continue
+        if eqn.primitive.name == GATHER:
+            return True
+        own.update(eqn.outvars if eqn.primitive.name in ELEMENTWISE and eqn.outvars[0].aval.shape == leaf.aval.shape else ())
+    return False
 
 
 def _spread(rows: set[Any], eqns: Sequence[Any], ends: Any) -> set[Any]:

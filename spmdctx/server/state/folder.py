@@ -13,6 +13,7 @@ import numpy as np
 from spmdctx.checkpoint.files import read_json, write_json
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, TensorFile, write_tensors
 from spmdctx.errors import CheckpointError
+from spmdctx.server.program.recipe import made_rows
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.row_files import Piece, read_rows
 from spmdctx.wording.files import making_folder
@@ -139,15 +140,21 @@ def row_pieces(spec: ServerSpec) -> dict[str, Piece]:
     return {slot: Piece(path, spec.server, spec.num_servers) for table in spec.tables for slot, path in table.held.items()}
 
 
-def load_rows(folder: Path, version: int, piece: Piece) -> np.ndarray[Any, Any]:
-    """Returns rows of an array of a version, whichever servers have saved them.
+def load_held(folder: Path, version: int, spec: ServerSpec) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns what a server holds in a version, by slot, whichever servers have saved it.
 
     Raises:
-        CheckpointError: the array is missing or damaged.
+        CheckpointError: an array is missing or damaged.
     """
-    found = read_rows(files_of(folder, version), piece)
-    if found is None:
-        raise CheckpointError("A saved state lacks an array.", where=str(state_folder(folder, version)), got=f"no {piece.path}")
+    arrays = load_arrays(folder, version, spec.held.values())
+    found = {slot: arrays[path] for slot, path in spec.held.items()}
+    recipes = {slot: recipe for table in spec.tables for slot, recipe in table.recipes.items()} if version == 0 else {}
+    files = files_of(folder, version)
+    for slot, piece in row_pieces(spec).items():
+        rows = made_rows(recipes[slot], piece.server, piece.num_servers) if slot in recipes else read_rows(files, piece)
+        if rows is None:
+            raise CheckpointError("A saved state lacks an array.", where=str(state_folder(folder, version)), got=f"no {piece.path}")
+        found[slot] = rows
     return found
 
 
