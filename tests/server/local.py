@@ -3,6 +3,8 @@
 import threading
 from pathlib import Path
 
+import jax
+
 from spmdctx.server.engine.server import Pulled
 from spmdctx.server.state.folder import SavedState, complete, load_held, shard_name, state_folder
 from spmdctx.server.state.progress import Progress
@@ -63,7 +65,11 @@ class LocalClient:
                 assert changed.wait_for(lambda: all(slot in board for slot in awaited), 30)
                 return {slot: board[slot] for slot in awaited}
 
-        threads = [threading.Thread(target=shard.renew, args=(exchange,)) for shard in self._shards]
+        def renew(shard):
+            with jax.enable_x64(shard.spec.x64):
+                shard.renew(exchange)
+
+        threads = [threading.Thread(target=renew, args=(shard,)) for shard in self._shards]
         for thread in threads:
             thread.start()
         for thread in threads:

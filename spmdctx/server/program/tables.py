@@ -18,6 +18,7 @@ from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.row_step import is_still, vanishes
 from spmdctx.server.program.rows import GATHER, SCATTER, IdsRead, Table, Tables, ids_of, unshared
 from spmdctx.trace.build.origins import source_line
+from spmdctx.wording import counted
 
 
 def with_tables(step: ServedStep, asked: Iterable[int] = ()) -> ServedStep:
@@ -35,6 +36,21 @@ def with_tables(step: ServedStep, asked: Iterable[int] = ()) -> ServedStep:
 
 LEAST_ROWS = 1024
 """Tables have at least so many rows, so that no server is without any."""
+
+
+def table_notes(step: ServedStep) -> tuple[str, ...]:
+    """Returns what a plan says of the tables of a step, and of other arrays that it reads by ids."""
+    if step.tables is None:
+        return ()
+    inputs = step.captured.inputs
+    found = []
+    for table in step.tables.tables:
+        path, state = inputs[table.number].path, len(table.held) - 1
+        text = f"'{path}' and {counted(state, 'array')} of its optimizer cross" if state else f"'{path}' crosses"
+        text += f" by rows: a part reads at most {table.num_ids} of {table.num_rows}."
+        late = "" if table.is_still else " Rows that no step reads change as well: servers do that when they are next read or saved."
+        found.append(text + late)
+    return (*found, *step.tables.notes)
 
 
 class _Fault(Exception):

@@ -10,7 +10,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
-from spmdctx.server.program.tables import with_tables
+from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
@@ -48,5 +48,4 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
     step = with_tables(capture_served(target, call, static, own, parts))
-    said = () if step.tables is None else step.tables.notes
-    return ServedEntry(step, replace(around, settings=own), (*notes, *said))
+    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))

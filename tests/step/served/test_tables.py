@@ -11,7 +11,7 @@ from tests.server import tables
 from tests.server.local import LocalClient
 
 pytest.importorskip("ray")
-STEPS = 40
+STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,9 @@ def undisturbed():
 def test_rows_leave_no_trace_of_losses_and_scaling(tmp_path, undisturbed):
     job = ["--servers", "2", "--workers", "2", "--folder", tmp_path, "--timeout", "100", "-m", "tests.server.tables", str(STEPS)]
     with Running(job) as running:
-        running.wait_for(12)
+        running.wait_for(5)
         running.kill("Server", 1)
-        running.wait_for(20)
+        running.wait_for(10)
         scale(tmp_path, servers=3, workers=2)
         assert running.finish() == 0, running.other
     assert (running.losses, set(running.states)) == (undisturbed[0], {undisturbed[1]})
