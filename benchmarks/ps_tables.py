@@ -34,7 +34,6 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
     import optax
 
     import spmdctx
-    from spmdctx.server.initial import server_init, server_table
 
     optimizer = optax.adagrad(0.05)
 
@@ -56,9 +55,9 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
         return (optax.apply_updates(params, updates), own), value
 
     key = jax.random.key(0)
-    table = jnp.zeros((rows, WIDTH)) if is_dense else server_table((rows, WIDTH), init=small, key=key)
+    table = jnp.zeros((rows, WIDTH)) if is_dense else spmdctx.server_table((rows, WIDTH), init=small, key=key)
     params = {"table": table, "tower": jnp.ones(WIDTH * FEATURES) / WIDTH}
-    state = params, server_init(optimizer.init, params)
+    state = params, spmdctx.server_init(optimizer.init, params)
     random = np.random.default_rng(0)
     touched, start, before = 0, 0.0, 0
     for number in range(steps + 1):

@@ -1,7 +1,19 @@
 """Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it."""
 
 from spmdctx import communication, data, ops
-from spmdctx.api import MicroBatchInterleaved, ParallelStep, PipelineCell, get_mesh, grad, parallel, pipeline_stage, plan, value_and_grad
+from spmdctx.api import (
+    MicroBatchInterleaved,
+    ParallelStep,
+    PipelineCell,
+    get_mesh,
+    grad,
+    parallel,
+    pipeline_stage,
+    plan,
+    server_init,
+    server_table,
+    value_and_grad,
+)
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint import (
     CheckpointManager,
@@ -91,6 +103,8 @@ __all__ = [
     "reset_auto_parallel_context",
     "reset_ps_context",
     "save_distributed_checkpoint",
+    "server_init",
+    "server_table",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_ps_context",

@@ -53,7 +53,10 @@ INNER = {
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "server": ("program scale", "state", "loads alone", "engine", "remote plan", "initial"),
     "server/program": ("balance rows recipe", "capture", "row_step", "tables split_rows", "cut", "spec worker", "row_ids"),
-    "server/state": ("progress presence row_files table", "folder shard",),
+    "server/state": (
+        "progress presence row_files table",
+        "folder shard",
+    ),
     "server/engine": ("rays", "server", "fleet", "scheduler", "client worker", "job"),
     "step": (
         "planning processes direct out_of_memory agreement options",

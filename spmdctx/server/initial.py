@@ -73,7 +73,11 @@ def server_init(fn: Callable[..., Any], *args: Any) -> Any:
     if not tables:
         return fn(*args)
     structs = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if index in tables else leaf for index, leaf in enumerate(leaves)]
-    closed, form = jax.make_jaxpr(lambda *own: fn(*tree.unflatten(own)), return_shape=True)(*structs)
+
+    def run(*own: Any) -> Any:
+        return fn(*jax.tree.unflatten(tree, own))
+
+    closed, form = jax.make_jaxpr(run, return_shape=True)(*structs)
     flat = inlined(closed)
     made = _Results(flat, leaves, tables)
     paths = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(form)]

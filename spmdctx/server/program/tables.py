@@ -192,7 +192,7 @@ def _spread(rows: set[Any], eqns: Sequence[Any], ends: Any) -> set[Any]:
             arrays = [var for var in (*variables(eqn.invars), *eqn.outvars) if is_array(var)]
             if eqn.primitive.name in (GATHER, SCATTER):
                 arrays = [var for var in _parted(eqn) if is_array(var)]
-            elif eqn.primitive.name not in _KEEP_ROWS or (eqn.primitive.name in _REDUCTIONS and 0 in eqn.params["axes"]):
+            elif eqn.primitive.name not in _KEEP_ROWS or (eqn.primitive.name in _ROW_REDUCTIONS and 0 in eqn.params["axes"]):
                 continue
             rows.update(arrays)
     return rows
@@ -203,8 +203,8 @@ def _parted(eqn: Any) -> list[Any]:
     return variables(eqn.invars[:1]) + (list(eqn.outvars) if eqn.primitive.name == SCATTER else [])
 
 
-_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
-_KEEP_ROWS = frozenset({*ELEMENTWISE, *_REDUCTIONS, "broadcast_in_dim", "reshape", "squeeze", "transpose", "optimization_barrier"})
+_ROW_REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin")
+_KEEP_ROWS = frozenset({*ELEMENTWISE, *_ROW_REDUCTIONS, "broadcast_in_dim", "reshape", "squeeze", "transpose", "optimization_barrier"})
 
 
 def _touches(eqn: Any, rows: set[Any]) -> bool:
@@ -230,17 +230,17 @@ def _checked_in_part(eqn: Any, rows: set[Any], leaves: Sequence[Any]) -> IdsRead
         dims = dims or (numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims)
         first = eqn.invars[0]
         is_whole = not is_gather or params["slice_sizes"] == (1, *first.aval.shape[1:])
-        is_whole = is_whole and dims == ((0,), (0,)) and not numbers.operand_batching_dims and params["mode"] in _MODES
+        is_whole = is_whole and dims == ((0,), (0,)) and not numbers.operand_batching_dims and params["mode"] in _ID_MODES
         others = [var for var in variables(eqn.invars[1:]) if var in rows]
         if not is_whole or others or first not in rows or isinstance(eqn.invars[1], jexc.Literal) or (is_gather and eqn.outvars[0] in rows):
             raise _fault_of(eqn, "the loss reads more of it than rows")
         return ids_of(eqn)
-    if name in _REDUCTIONS or not _keeps(eqn, rows):
+    if name in _ROW_REDUCTIONS or not _keeps(eqn, rows):
         raise _fault_of(eqn, "the loss reads more of it than rows")
     return None
 
 
-_MODES = (jax.lax.GatherScatterMode.FILL_OR_DROP, jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
+_ID_MODES = (jax.lax.GatherScatterMode.FILL_OR_DROP, jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 
 
 def _check_after(eqn: Any, rows: set[Any], zero: set[Any]) -> None:
@@ -265,7 +265,7 @@ def _keeps(eqn: Any, rows: set[Any]) -> bool:
     count = next(var.aval.shape[0] for var in (*operands, *results) if var in rows)
     if not all(var.aval.shape[:1] == (count,) for var in (*operands, *results) if is_array(var)):
         return False
-    if name in _REDUCTIONS:
+    if name in _ROW_REDUCTIONS:
         return 0 not in params["axes"]
     if name == "broadcast_in_dim":
         return not operands or not is_array(operands[0]) or tuple(params["broadcast_dimensions"])[:1] == (0,)
