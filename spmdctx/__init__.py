@@ -10,6 +10,8 @@ from spmdctx.api import (
     parallel,
     pipeline_stage,
     plan,
+    server_init,
+    server_table,
     set_param_ps,
     value_and_grad,
 )
@@ -102,6 +104,8 @@ __all__ = [
     "reset_auto_parallel_context",
     "reset_ps_context",
     "save_distributed_checkpoint",
+    "server_init",
+    "server_table",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_param_ps",

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
 from spmdctx.pipeline.capture.stage import pipeline_stage
 from spmdctx.plan.plan import Plan
+from spmdctx.server.initial import server_init, server_table
 from spmdctx.server.marks import set_param_ps
 from spmdctx.step.step import ParallelStep
 from spmdctx.trace.scope.mesh import get_mesh
@@ -21,6 +22,8 @@ __all__ = [
     "parallel",
     "pipeline_stage",
     "plan",
+    "server_init",
+    "server_table",
     "set_param_ps",
     "value_and_grad",
 ]

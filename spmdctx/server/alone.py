@@ -14,7 +14,8 @@ import numpy as np
 from spmdctx._compat import x64_is_on
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut
-from spmdctx.server.program.spec import raw, server_specs, typed
+from spmdctx.server.program.row_ids import RowReader, given_to, interleaved, places_on
+from spmdctx.server.program.spec import ServerSpec, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.state.shard import Shard
 
@@ -22,7 +23,7 @@ Call = Callable[..., Sequence[Any]]
 
 
 def part_results(
-    program: WorkerProgram, call: Call, values: Mapping[int, Any], part: int, num_parts: int
+    program: WorkerProgram, call: Call, values: Mapping[int, Any], part: int, num_parts: int, places: Sequence[Any] = ()
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Returns what a worker pushes of one part, by slot: keys as the words that they are made of.
 
@@ -32,12 +33,9 @@ def part_results(
         values: the inputs of the step, by number; those of the batch are whole.
         part: its number.
         num_parts: of the step.
+        places: of the ids of each read of a table, whose rows are among the inputs.
     """
-    given = []
-    for number in program.inputs:
-        value, dim = values[number], program.batch_dims.get(number)
-        given.append(value if dim is None else value[(*[slice(None)] * dim, slice(part, None, num_parts))])
-    made = call(*given, np.uint32(part))
+    made = call(*given_to(program, values, part, num_parts), *places, np.uint32(part))
     return {f"loss/{number}": np.asarray(raw(value)) for number, value in zip(program.outputs, made, strict=True)}
 
 
@@ -59,28 +57,75 @@ def constant(cut: Cut, number: int, leaves: Sequence[Any]) -> Any:
 
 def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> list[Any]:
     """Does one step in this process, with all servers in it; returns its flat results."""
-    specs = server_specs(step, cut, x64=x64_is_on())
-    shards = [Shard(spec, {slot: raw(jnp.asarray(leaves[int(slot[3:])])) for slot in spec.held}, 0) for spec in specs]
-    values = dict(enumerate(leaves))
-    for part in range(step.loss.num_parts):
-        made = part_results(program, call, values, part, step.loss.num_parts)
-        for number, shard in enumerate(shards):
-            shard.add(0, part, pushed_to(cut, number, made, values, gives=part == 0))
-    board = _Board()
-    with ThreadPoolExecutor(len(shards)) as pool:
-        for done in [pool.submit(_renew, shard, board) for shard in shards]:
-            done.result()
-    held = {slot: value for shard in shards for slot, value in shard.values.items()}
-    results = {number: value for shard in shards for number, value in shard.results.items()}
-    captured = step.captured
-    found = []
-    for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
-        if leaf.carried_from is not None:
-            found.append(typed(held[f"in/{leaf.carried_from}"], aval))
-        elif number in cut.constants:
-            found.append(constant(cut, number, leaves))
-        else:
-            found.append(typed(jnp.asarray(results[number]), aval))
+    alone = Alone(step, cut, leaves)
+    alone.advance(program, call, leaves)
+    return alone.results(leaves)
+
+
+class Alone:
+    """All servers of a step in this process.
+
+    Args:
+        step: the step.
+        cut: how it is cut.
+        leaves: its first arguments, of which servers hold the state.
+    """
+
+    def __init__(self, step: ServedStep, cut: Cut, leaves: Sequence[Any]) -> None:
+        self._step, self._cut = step, cut
+        self._specs = server_specs(step, cut, x64=x64_is_on())
+        self._reader = RowReader(step)
+        self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
+
+    def advance(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> None:
+        """Does one step from the servers' state and the other leaves."""
+        self._push(program, call, {**dict(enumerate(leaves)), **self._state()})
+        board = _Board()
+        with ThreadPoolExecutor(len(self.shards)) as pool:
+            for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
+                done.result()
+
+    def results(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the flat results of the last step, which has read these leaves."""
+        held = self._state(with_tables=True)
+        results = {number: value for shard in self.shards for number, value in shard.results.items()}
+        captured, found = self._step.captured, []
+        for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
+            if leaf.carried_from is not None:
+                found.append(held[leaf.carried_from])
+            elif number in self._cut.constants:
+                found.append(constant(self._cut, number, leaves))
+            else:
+                found.append(typed(jnp.asarray(results[number]), aval))
+        return found
+
+    def _push(self, program: WorkerProgram, call: Call, whole: Mapping[int, Any]) -> None:
+        count, reader, num_parts = len(self.shards), self._reader, self._step.loss.num_parts
+        for part in range(num_parts):
+            rows = reader.rows(whole, part)
+            pieces = [shard.pull_rows(places_on(rows, number, count)) or {} for number, shard in enumerate(self.shards)]
+            values = {**whole, **reader.gathered(rows, pieces)}
+            made = part_results(program, call, values, part, num_parts, rows.places)
+            for number, shard in enumerate(self.shards):
+                own = pushed_to(self._cut, number, made, values, gives=part == 0)
+                shard.add(shard.version, part, {**own, **reader.pushed(rows, made, number, count)})
+
+    def _state(self, *, with_tables: bool = False) -> dict[int, Any]:
+        """Returns the servers' arrays by the input's number."""
+        avals = self._step.captured.in_avals
+        found = {slot: value for shard in self.shards for slot, value in shard.values.items()}
+        if with_tables:
+            saved = [shard.saved() for shard in self.shards]
+            slots = [slot for table in self._specs[0].tables for slot in table.held]
+            found |= {slot: jnp.asarray(interleaved([own[slot] for own in saved])) for slot in slots}
+        return {int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}
+
+
+def _held(spec: ServerSpec, leaves: Sequence[Any]) -> dict[str, Any]:
+    """Returns what a server holds, of the leaves of the step."""
+    found = {slot: raw(jnp.asarray(leaves[int(slot[3:])])) for slot in spec.held}
+    for slot in (slot for table in spec.tables for slot in table.held):
+        found[slot] = np.array(leaves[int(slot[3:])])[spec.server :: spec.num_servers]
     return found
 
 

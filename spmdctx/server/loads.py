@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut
+from spmdctx.server.program.rows import Table
 from spmdctx.server.program.spec import raw_type
 
 
@@ -39,14 +40,47 @@ def _load(step: ServedStep, cut: Cut, number: int) -> ServerLoad:
     made = {slot: aval for own in part.rounds if own is not None for slot, aval in zip(own.outputs, own.jaxpr.out_avals, strict=True)}
     made |= {f"in/{one}": inputs[one] for one in part.held}
     sent = [made[slot] for own in part.posts for slot in own]
+    rows = _rows(step, cut)
     pulled = [one for one in cut.pulled if cut.home.get(one, 0) == number]
     return ServerLoad(
-        arrays=tuple(captured.inputs[one].path for one in part.held),
-        num_bytes=_bytes([inputs[one] for one in part.held]),
-        pushed_bytes=step.loss.num_parts * _bytes([results[one] for one in part.joined]) + _bytes([inputs[one] for one in part.given]),
-        pulled_bytes=_bytes([inputs[one] for one in pulled]),
+        arrays=tuple(captured.inputs[one].path for one in (*part.held, *(one for own in cut.rows.tables for one in own.table.held))),
+        num_bytes=_bytes([inputs[one] for one in part.held]) + rows.num_bytes,
+        pushed_bytes=step.loss.num_parts * (_bytes([results[one] for one in part.joined]) + rows.pushed_bytes)
+        + _bytes([inputs[one] for one in part.given]),
+        pulled_bytes=_bytes([inputs[one] for one in pulled]) + rows.pulled_bytes,
         exchanged_bytes=_bytes(sent),
     )
+
+
+class _RowBytes(NamedTuple):
+    """The bytes of all tables on one server, and of the rows of one part at most, if servers have equally many of them."""
+
+    num_bytes: int = 0
+    pushed_bytes: int = 0
+    pulled_bytes: int = 0
+
+
+def _rows(step: ServedStep, cut: Cut) -> _RowBytes:
+    found, count = _RowBytes(), len(cut.servers)
+    for own in cut.rows.tables:
+        table = own.table
+        ids = -(-table.num_ids // count)
+        held, (first,), gradient = ([_bytes([aval]) // table.num_rows for aval in avals] for avals in _avals(step, cut, table))
+        found = _RowBytes(
+            found.num_bytes + -(-table.num_rows // count) * sum(held),
+            found.pushed_bytes + ids * (gradient[0] + _ID_BYTES),
+            found.pulled_bytes + ids * first,
+        )
+    return found
+
+
+def _avals(step: ServedStep, cut: Cut, table: Table) -> tuple[list[Any], list[Any], list[Any]]:
+    """Returns the types of what a table holds, of itself, and of its gradient."""
+    inputs = step.captured.in_avals
+    return [inputs[one] for one in table.held], [inputs[table.number]], [cut.around.loss.outvars[table.result].aval]
+
+
+_ID_BYTES = 4
 
 
 def _bytes(avals: list[Any]) -> int:

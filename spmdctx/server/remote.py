@@ -22,6 +22,11 @@ class RemoteArray:
         self.aval, self.path, self.owner, self._fetch = aval, path, owner, fetch
 
     @property
+    def remote_aval(self) -> Any:
+        """Its type, by which a step is traced."""
+        return self.aval
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Its sizes."""
         return tuple(self.aval.shape)

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 
 from spmdctx.server.engine.server import Pulled
-from spmdctx.server.state.folder import SavedState, complete, load_arrays, shard_name, state_folder
+from spmdctx.server.state.folder import SavedState, complete, load_held, shard_name, state_folder
 from spmdctx.server.state.progress import Progress
 from spmdctx.server.state.shard import Shard
 
@@ -34,8 +34,7 @@ class LocalClient:
         files = tuple(shard_name(number) for number in range(len(layout.specs)))
         complete(folder, SavedState(0, state_folder(folder, 0), layout.fingerprint, layout.num_parts, files), {})
         for spec in layout.specs:
-            found = load_arrays(folder, 0, spec.held.values())
-            self._shards.append(Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, 0))
+            self._shards.append(Shard(spec, load_held(folder, 0, spec), 0))
         self._progress.start(0, len(layout.specs), layout.num_parts)
 
     def start_pull(self, go, version, slots):
@@ -43,6 +42,9 @@ class LocalClient:
 
     def finish_pull(self, pulls):
         return [Pulled(*shard.pull(own, version)) for shard, version, own in pulls]
+
+    def pull_rows(self, go, places):
+        return [shard.pull_rows(own, go.version) for shard, own in zip(self._shards, places, strict=True)]
 
     def push(self, go, step, parts):
         for part, values in parts.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
 from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
 from spmdctx.server.engine.server import Pulled, Pushed
+from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
 
 WORKER = "SPMDCTX_PS_WORKER"
@@ -39,6 +41,7 @@ class Client:
             connect()
             self._scheduler = start_scheduler(job)
         self._is_launched = WORKER in os.environ
+        self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
         self._generation = -1
@@ -95,7 +98,20 @@ class Client:
         found = self._from_servers(pulls)
         if any(one is None for one in found):
             raise Lost
-        self._num_bytes += sum(value.nbytes for one in found for value in one.values)
+        self._count("pulled", num_bytes([one.values for one in found]))
+        return found
+
+    def pull_rows(self, go: Go, places: Sequence[Mapping[int, Any]]) -> list[Mapping[int, Any]]:
+        """Returns rows of tables in the version of a part, of each server those that are asked for, by the table's number.
+
+        Raises:
+            Lost: a server was lost.
+        """
+        pulls = [server.pull_rows.remote(go.generation, go.version, own) for server, own in zip(self._servers, places, strict=True)]
+        found = self._from_servers(pulls)
+        if any(one is None for one in found):
+            raise Lost
+        self._count("rows pulled", num_bytes(places) + num_bytes(found))
         return found
 
     def push(self, go: Go, step: int, parts: Mapping[int, Sequence[Mapping[str, Any]]], versions: Sequence[int]) -> None:
@@ -114,9 +130,16 @@ class Client:
         if len(whole) < len(found):
             raise Lost
         results = {number: value for one in whole for number, value in one.results.items()}
-        num_bytes = self._num_bytes + sum(value.nbytes for values in parts.values() for own in values for value in own.values())
-        self._num_bytes = 0
-        self._scheduler.pushed.remote(go.generation, step, list(parts), results, max(one.late for one in whole), num_bytes)
+        for own in (own for values in parts.values() for own in values):
+            rows = num_bytes({slot: value for slot, value in own.items() if isinstance(value, Rows)})
+            self._count("rows pushed", rows)
+            self._count("pushed", num_bytes(own) - rows)
+        exchanged, self._num_bytes = self._num_bytes, 0
+        self._scheduler.pushed.remote(go.generation, step, list(parts), results, max(one.late for one in whole), exchanged)
+
+    def _count(self, what: str, count: int) -> None:
+        self.traffic[what] += count
+        self._num_bytes += count
 
     def assign(self, go: Go, values: Sequence[Mapping[str, Any]]) -> None:
         """Has servers take over arrays in place of theirs.
@@ -160,3 +183,10 @@ class Client:
             raise CommunicationError(
                 "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
             ) from error
+
+
+def num_bytes(values: Any) -> int:
+    """Returns the bytes of all arrays in mappings and sequences."""
+    if isinstance(values, Mapping):
+        return sum(map(num_bytes, values.values()))
+    return sum(map(num_bytes, values)) if isinstance(values, list | tuple) else int(getattr(values, "nbytes", 0))

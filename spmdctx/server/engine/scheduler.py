@@ -259,6 +259,17 @@ class Scheduler:
                 self._start(self._lay_out())
         await self._notify()
 
+    async def reached(self, generation: int, version: int) -> bool:
+        """Returns once all servers have come to a version; false if the generation is over."""
+        progress = self._progress
+
+        def is_over() -> bool:
+            return progress.generation != generation or bool(progress.failure)
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_over() or progress.version >= version)
+        return not is_over()
+
     async def exchange(self, generation: int, key: tuple[int, int], values: Mapping[str, Any], awaited: Sequence[str]) -> Any:
         """Takes what a server sends to others, and returns what it waits for; None if the generation is over."""
         progress = self._progress

@@ -11,7 +11,7 @@ import jax
 
 from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
 from spmdctx.server.program.spec import ServerSpec
-from spmdctx.server.state.folder import load_arrays, save_shard
+from spmdctx.server.state.folder import load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
 
 
@@ -130,13 +130,22 @@ class Server:
         await asyncio.to_thread(shard.assign, version, values)
         return True
 
+    async def pull_rows(self, generation: int, version: int, places: Mapping[int, Any]) -> dict[int, Any] | None:
+        """Returns rows of tables of a version, by the table's number; None if the generation is over, or they are there no more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is(generation) or self._version >= version)
+        shard, order = self._shard, self._order
+        if shard is None or order is None or not self._is(generation):
+            return None
+        return await asyncio.to_thread(shard.pull_rows, places, version if order.mode == "sync" else None)
+
     async def save(self, generation: int, version: int) -> str | None:
         """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard
         if order is None or shard is None or order.generation != generation or shard.version != version:
             return None
-        values = shard.values
         async with self._saving:
+            values = await asyncio.to_thread(shard.saved)
             return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
 
     async def snapshot(self, generation: int, version: int, floor: int) -> Snapshot | None:
@@ -150,7 +159,7 @@ class Server:
             order, shard = self._order, self._shard
             if order is None or shard is None or order.generation != generation:
                 return None
-            values = shard.values
+            values = await asyncio.to_thread(shard.saved)
             self._applied = {task for task in self._applied if task[0] >= floor}
             applied = tuple(sorted(self._applied))
         async with self._saving:
@@ -180,10 +189,13 @@ class Server:
                 self._scheduler.fail.remote(f"Server {self._number} cannot renew its arrays: {error}")
                 return
             version, values, results = shard.version, shard.values, shard.results
-        async with self._changed:
-            self._changed.notify_all()
-        self._scheduler.applied.remote(self._number, order.generation, version, results)
-        if version % order.save_every == 0:
+            async with self._changed:
+                self._changed.notify_all()
+            self._scheduler.applied.remote(self._number, order.generation, version, results)
+            # Rows change in place: they are saved before the next update, and when no worker needs those of the version before.
+            if version % order.save_every == 0 and shard.tables and await self._scheduler.reached.remote(order.generation, version):
+                await self._save(order, shard, version, await asyncio.to_thread(shard.saved))
+        if version % order.save_every == 0 and not shard.tables:
             self._start(self._save(order, shard, version, values))
 
     async def _update(self, order: Order, shard: Shard, task: tuple[int, int], values: Mapping[str, Any], pulled: int) -> Pushed | None:
@@ -221,9 +233,9 @@ class Server:
 def _loaded(order: Order, former: Shard | None) -> Shard:
     spec = order.spec
     jax.config.update("jax_enable_x64", spec.x64)
-    found = load_arrays(Path(order.folder), order.version, spec.held.values())
-    return Shard(spec, {slot: found[path] for slot, path in spec.held.items()}, order.version, former)
+    return Shard(spec, load_held(Path(order.folder), order.version, spec), order.version, former)
 
 
 def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:
-    return save_shard(Path(order.folder), version, number, {path: values[slot] for slot, path in shard.spec.held.items()})
+    named = {slot: piece.name for slot, piece in row_pieces(shard.spec).items()} | dict(shard.spec.held)
+    return save_shard(Path(order.folder), version, number, {path: values[slot] for slot, path in named.items()})

@@ -20,6 +20,7 @@ from spmdctx.gradients.scope import plainly
 from spmdctx.ir.mesh import replicated
 from spmdctx.pipeline.capture.marker import stand_in
 from spmdctx.pipeline.cut.line import variables
+from spmdctx.server.program.rows import Tables
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
@@ -68,10 +69,11 @@ class ServedLoss:
 
 @dataclass(frozen=True)
 class ServedStep:
-    """A captured step, in whose program one equation stands for the loss and its gradients."""
+    """A captured step, in whose program one equation stands for the loss and its gradients; `tables` cross by rows."""
 
     captured: Captured
     loss: ServedLoss
+    tables: Tables | None = None
 
 
 def num_losses(target: Target, call: Call, static: Static, settings: Settings) -> int:

@@ -64,8 +64,14 @@ def crossing_of(step: ServedStep, cut: Cut) -> Crossing:
     _check_parts(step, cut)
     around = cut.around
     body = around.jaxpr.jaxpr
-    slot_of = slots_of(around)
+    slot_of = slots_of(around, cut.rows.slot_of)
     wanted = {slot for server in cut.servers for own in server.awaits for slot in own}
+    if step.tables is not None and wanted:
+        raise UnsupportedError(
+            "Servers that do not wait for each other cannot cut tables by rows where values of all arrays meet, such as a global norm.",
+            where=step.loss.where,
+            fix='update_mode="sync", or an optimizer that treats each array by itself',
+        )
     outputs = [var for var, slot in slot_of.items() if slot in wanted]
     eqns = needed(around.after, outputs)
     made = {var for eqn in eqns for var in eqn.outvars}
@@ -105,7 +111,7 @@ def _check_parts(step: ServedStep, cut: Cut) -> None:
 def _refuse(step: ServedStep, cut: Cut, eqns: list[Any], far: list[int]) -> None:
     paths = [step.captured.inputs[number].path for number in far]
     reached = {cut.around.jaxpr.jaxpr.invars[number] for number in far}
-    slot_of, wanted = slots_of(cut.around), {slot for server in cut.servers for own in server.awaits for slot in own}
+    slot_of, wanted = slots_of(cut.around, cut.rows.slot_of), {slot for server in cut.servers for own in server.awaits for slot in own}
     where = ""
     for eqn in eqns:
         if not reached.isdisjoint(variables(eqn.invars)):

@@ -16,6 +16,7 @@ from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Progr
 from spmdctx.pipeline.cut.line import is_array, needed, num_bytes, variables
 from spmdctx.server.program.balance import balanced
 from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.split_rows import SplitRows, TableCut, split_rows
 
 
 class ServerProgram(NamedTuple):
@@ -59,6 +60,8 @@ class Cut:
         home: the server of each held array; scalars are on all.
         servers: what each does.
         constants: results of the step that do not depend on servers: literals, or inputs that it gives back.
+        rows: its tables, which all servers hold by rows.
+        scalars: for each of them, the slots of the scalars that renew its rows.
     """
 
     around: Around
@@ -67,6 +70,8 @@ class Cut:
     home: Mapping[int, int]
     servers: tuple[ServerPart, ...]
     constants: Mapping[int, Any]
+    rows: SplitRows
+    scalars: tuple[tuple[str, ...], ...] = ()
 
 
 def cut_step(step: ServedStep, num_servers: int) -> Cut:
@@ -74,10 +79,11 @@ def cut_step(step: ServedStep, num_servers: int) -> Cut:
     return _Cutter(step, num_servers).cut()
 
 
-def slots_of(around: Around) -> dict[Any, str]:
-    """Returns the slot of each variable of a step that is cut."""
+def slots_of(around: Around, rows: Mapping[Any, str]) -> dict[Any, str]:
+    """Returns the slot of each variable of a step that is cut; those of tables' `rows` are given."""
     found = {var: f"in/{number}" for number, var in enumerate(around.jaxpr.jaxpr.invars)}
     found |= {var: f"loss/{number}" for number, var in enumerate(around.loss.outvars)}
+    found |= rows
     made = [var for eqn in around.after for var in eqn.outvars if var not in found]
     return found | {var: f"v/{number}" for number, var in enumerate(made)}
 
@@ -85,18 +91,21 @@ def slots_of(around: Around) -> dict[Any, str]:
 class _Cutter:
     def __init__(self, step: ServedStep, num_servers: int) -> None:
         self._step, self._count = step, num_servers
-        around = around_of(step.captured.jaxpr)
+        self._rows = split_rows(step, around_of(step.captured.jaxpr) if step.tables is None else step.tables.around, num_servers)
+        self._held_by_rows = frozenset[int]() if step.tables is None else step.tables.held
+        around = self._rows.around
         body = around.jaxpr.jaxpr
         wanted = [var for eqn in around.after for var in variables(eqn.invars)] + variables(body.outvars)
         self._around = replace(around, after=(*needed(around.before, wanted), *around.after))
         self._body = body
-        self._slot_of = slots_of(self._around)
+        self._slot_of = slots_of(self._around, self._rows.slot_of)
         self._carried = {leaf.carried_from: number for number, leaf in enumerate(step.captured.outputs) if leaf.carried_from is not None}
 
     def cut(self) -> Cut:
         """Returns the cut."""
         around, body = self._around, self._body
-        held = {number: self._slot(body.outvars[output]) for number, output in sorted(self._carried.items())}
+        carried = {number: output for number, output in self._carried.items() if number not in self._held_by_rows}
+        held = {number: self._slot(body.outvars[output]) for number, output in sorted(carried.items())}
         placement = self._placement()
         rounds = [self._of_servers(programs) for programs in programs_of(around, placement, self._count)]
         home = {number: placement.stage_of.get(body.invars[number], 0) for number in held if is_array(body.invars[number])}
@@ -117,7 +126,12 @@ class _Cutter:
             home=home,
             servers=servers,
             constants=constants,
+            rows=self._rows,
+            scalars=tuple(self._scalars(own) for own in self._rows.tables),
         )
+
+    def _scalars(self, own: TableCut) -> tuple[str, ...]:
+        return tuple(self._slot_of[var] for var in own.step.scalars)
 
     def _of_servers(self, programs: Sequence[Program]) -> list[ServerProgram | None]:
         found: list[ServerProgram | None] = [None] * self._count
@@ -130,7 +144,10 @@ class _Cutter:
         around, body, loss = self._around, self._body, self._step.loss
         inputs = self._step.captured.inputs
         source: dict[int, Any] = {}
+        by_rows = {own.table.result for own in self._rows.tables}
         for result, leaf in loss.primal_of.items():
+            if result in by_rows:
+                continue
             atom = around.loss.invars[leaf]
             found = [atom] if atom in self._slot_of else variables(atom for eqn in needed(around.before, [atom]) for atom in eqn.invars)
             arrays = [var for var in found if is_array(var) and self._slot_of.get(var, "").startswith("in/")]
@@ -142,6 +159,7 @@ class _Cutter:
         known = {var: server_of[path_of[var]] for var in path_of}
         known |= {around.loss.outvars[result]: known[var] for result, var in source.items()}
         known |= {var: 0 for var in around.loss.outvars if is_array(var) and var not in known}
+        known |= self._rows.server_of
         names = {var: leaf.path for var, leaf in zip(body.invars, inputs, strict=True)}
         next_of = {
             body.invars[number]: body.outvars[output]
@@ -173,8 +191,9 @@ class _Cutter:
                 made_on |= dict.fromkeys((slot for slot in (program.outputs if program else ()) if slot not in made_on), server)
         results: dict[int, dict[int, str]] = {}
         constants = {}
-        for number, atom in enumerate(self._body.outvars):
-            if self._step.captured.outputs[number].carried_from is not None:
+        for number, leaf in enumerate(self._step.captured.outputs):
+            atom = self._body.outvars[number]
+            if leaf.carried_from is not None:
                 continue
             slot = self._slot(atom)
             if not slot or slot.startswith("in/"):
@@ -193,12 +212,14 @@ class _Cutter:
     ) -> ServerPart:
         """Returns what a server does, and tells the others what they send it."""
         own = [programs[server] for programs in rounds]
-        last = {slot for slot in (*held.values(), *results.values()) if slot}
+        scalars = {slot for own in self._rows.tables for slot in self._scalars(own)}
+        by_rows = set(self._rows.slot_of.values())
+        last = scalars.union(slot for slot in (*held.values(), *results.values()) if slot)
         read = last.union(*(program.inputs for program in own if program is not None))
         state = {f"in/{number}" for number in self._carried}
         given = {slot for slot in read if slot.startswith("in/") and slot not in state}
-        joined = {slot for slot in read if slot.startswith("loss/")}
-        have = {f"in/{number}" for number in held} | given | joined
+        joined = {slot for slot in read if slot.startswith("loss/")} - by_rows
+        have = {f"in/{number}" for number in held} | given | joined | by_rows
         awaits: list[tuple[str, ...]] = []
         for program in (*own, None):
             wanted = last if len(awaits) == len(own) else set(program.inputs) if program is not None else set()

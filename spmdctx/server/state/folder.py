@@ -13,6 +13,9 @@ import numpy as np
 from spmdctx.checkpoint.files import read_json, write_json
 from spmdctx.checkpoint.tensor_file import SUFFIX, Reads, Tensor, TensorFile, write_tensors
 from spmdctx.errors import CheckpointError
+from spmdctx.server.program.recipe import made_rows
+from spmdctx.server.program.spec import ServerSpec
+from spmdctx.server.state.row_files import Piece, read_rows
 from spmdctx.wording.files import making_folder
 
 _KEPT = 2
@@ -122,11 +125,48 @@ def load_arrays(folder: Path, version: int, paths: Iterable[str]) -> dict[str, n
     """
     wanted, found = set(paths), {}
     place = state_folder(folder, version)
-    for file in _listed(place).files:
-        with TensorFile(place / file, Reads()) as tensors:
+    files = files_of(folder, version)
+    for file in files:
+        with TensorFile(file, Reads()) as tensors:
             found.update({name: _whole(tensors, name) for name in wanted.intersection(tensors.tensors)})
+    for path in wanted - found.keys():
+        rows = read_rows(files, Piece(path, 0, 1))
+        found |= {} if rows is None else {path: rows}
     if missing := sorted(wanted - found.keys()):
         raise CheckpointError("A saved state lacks arrays.", where=str(place), got=f"no {', '.join(missing[:3])}")
+    return found
+
+
+def files_of(folder: Path, version: int) -> list[Path]:
+    """Returns the files of a version that servers have written.
+
+    Raises:
+        CheckpointError: its list is missing or damaged.
+    """
+    place = state_folder(folder, version)
+    return [place / name for name in _listed(place).files]
+
+
+def row_pieces(spec: ServerSpec) -> dict[str, Piece]:
+    """Returns, by slot, what a server has of tables."""
+    return {slot: Piece(path, spec.server, spec.num_servers) for table in spec.tables for slot, path in table.held.items()}
+
+
+def load_held(folder: Path, version: int, spec: ServerSpec) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns what a server holds in a version, by slot, whichever servers have saved it.
+
+    Raises:
+        CheckpointError: an array is missing or damaged.
+    """
+    arrays = load_arrays(folder, version, spec.held.values())
+    found = {slot: arrays[path] for slot, path in spec.held.items()}
+    recipes = {slot: recipe for table in spec.tables for slot, recipe in table.recipes.items()} if version == 0 else {}
+    files = files_of(folder, version)
+    for slot, piece in row_pieces(spec).items():
+        rows = made_rows(recipes[slot], piece.server, piece.num_servers) if slot in recipes else read_rows(files, piece)
+        if rows is None:
+            raise CheckpointError("A saved state lacks an array.", where=str(state_folder(folder, version)), got=f"no {piece.path}")
+        found[slot] = rows
     return found
 
 

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx.server.program.rows import Rows
 from spmdctx.server.program.spec import Join, ServerSpec
+from spmdctx.server.state.table import RowTable, Touched
 
 Values = dict[str, Any]
 Exchange = Callable[[int, Values, tuple[str, ...]], Mapping[str, Any]]
@@ -22,14 +24,15 @@ class Shard:
 
     Args:
         spec: what it does.
-        values: the arrays that it holds, by slot.
+        values: the arrays that it holds, by slot; of tables its own rows.
         version: updates done.
         former: one whose compiled programs serve if they are the same.
     """
 
     def __init__(self, spec: ServerSpec, values: Mapping[str, Any], version: int, former: Shard | None = None) -> None:
         self.spec, self.version = spec, version
-        self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
+        self.tables = [RowTable(own, {slot: values[slot] for slot in own.held}, version) for own in spec.tables]
+        self.values: Values = {slot: jnp.asarray(values[slot]) for slot in spec.held}
         self.results: dict[int, Any] = {}
         if former is not None and former.spec.rounds == spec.rounds:
             self._run: list[Any] = former._run
@@ -38,6 +41,7 @@ class Shard:
         self._waiting: dict[int, Values] = {}
         self._sums: Values = {}
         self._given: Values = {}
+        self._rows: dict[str, list[Rows]] = {}
         self._next = 0
         self._read: set[str] = set()
         self._before: Values = {}
@@ -60,6 +64,8 @@ class Shard:
             return self._next == self.spec.num_parts
 
     def _take(self, values: Values) -> None:
+        for table in self.spec.tables:
+            self._rows.setdefault(table.gradient, []).append(values[table.gradient])
         for slot, join in self.spec.joins.items():
             if join.kind == "stack":
                 self._sums.setdefault(slot, []).append(values[slot])
@@ -75,35 +81,50 @@ class Shard:
         """Runs the programs on the whole results, and takes over the next values; the version is one more then."""
         spec = self.spec
         held: Values = {**self.values, **self._given, **{slot: _whole(join, self._sums[slot], spec) for slot, join in spec.joins.items()}}
+        touched = self._touched(self._rows, held)
         for number, (program, own) in enumerate(zip((*self._run, None), (*spec.rounds, None), strict=True)):
             if spec.posts[number] or spec.awaits[number]:
                 held.update(exchange(number, {slot: np.asarray(held[slot]) for slot in spec.posts[number]}, spec.awaits[number]))
             if program is not None and own is not None:
                 held.update(zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True))
-        self._take_over(held)
+        self._take_over(held, touched)
 
-    def _take_over(self, held: Values) -> None:
+    def _touched(self, rows: Mapping[str, list[Rows]], held: Values) -> list[Touched]:
+        """Returns, for each table, the rows that are renewed; `held` takes them."""
+        found = []
+        for table in self.tables:
+            gradient = table.spec.gradient
+            own = table.touched(rows[gradient], len(rows[gradient]))
+            held.update(zip(table.spec.held, own.held, strict=True))
+            held[gradient] = own.gradient
+            found.append(own)
+        return found
+
+    def _take_over(self, held: Values, touched: Sequence[Touched]) -> None:
         spec = self.spec
         renewed = {slot: held[after] if isinstance(after, str) else after for slot, after in spec.renewed.items()}
         renewed = {slot: jnp.asarray(value) for slot, value in renewed.items()}
         jax.block_until_ready(list(renewed.values()))
+        for table, own in zip(self.tables, touched, strict=True):
+            table.renew(own, held)
         with self._lock:
             self._before = {slot: self.values[slot] for slot in self._read}
             self.values = renewed
             self.results = {number: np.asarray(held[slot]) for number, slot in spec.results.items()}
-            self._waiting, self._sums, self._given, self._next = {}, {}, {}, 0
+            self._waiting, self._sums, self._given, self._rows, self._next = {}, {}, {}, {}, 0
             self.version += 1
 
     def update(self, values: Mapping[str, Any]) -> None:
         """Renews the arrays by the values of one part alone, among them those that servers would else send each other."""
         spec = self.spec
         held = {**self.values, **values}
+        touched = self._touched({table.gradient: [values[table.gradient]] for table in spec.tables}, held)
         for program, own in zip(self._run, spec.rounds, strict=True):
             if program is not None and own is not None:
                 made = zip(own.outputs, program(*(held[slot] for slot in own.inputs)), strict=True)
                 # All servers go on with what the worker says, so that what they compute alike stays alike.
                 held.update({slot: value for slot, value in made if slot not in values})
-        self._take_over(held)
+        self._take_over(held, touched)
 
     def assign(self, version: int, values: Mapping[str, Any]) -> None:
         """Takes over arrays in place of those of a version; later ones stay as they are."""
@@ -124,8 +145,28 @@ class Shard:
                 found, values = version, self._before
             else:
                 return None
-            own = [values[slot] for slot in slots]
+            own = [values[slot] if slot in values else self._of_tables(slot) for slot in slots]
         return found, [np.asarray(value) for value in own]
+
+    def pull_rows(self, places: Mapping[int, np.ndarray[Any, Any]], version: int | None = None) -> dict[int, np.ndarray[Any, Any]] | None:
+        """Returns rows of tables by the number of the table, as they are now or in a version; None if this is there no more."""
+        found = {}
+        for number, own in places.items():
+            rows = self.tables[number].pull(own, version)
+            if rows is None:
+                return None
+            found[number] = rows
+        return found
+
+    def _of_tables(self, slot: str) -> np.ndarray[Any, Any]:
+        return next(table.arrays()[slot].copy() for table in self.tables if slot in table.spec.held)
+
+    def saved(self) -> Values:
+        """Returns the arrays as they are now, by slot; those of tables change with the next update."""
+        found = dict(self.values)
+        for table in self.tables:
+            found.update(table.arrays())
+        return found
 
 
 @jax.jit

@@ -78,6 +78,7 @@ class ServedEntry(Entry):
         if servers.update_mode == "async":
             crossing_of(self.step, self.cut)
         operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
+        operands += [Operand(f"ids {number} of tables", Role.ARGUMENT) for number in range(len(part.jaxpr.in_avals) - len(operands) - 1)]
         operands.append(Operand("number of the part", Role.ARGUMENT))
         results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
         captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)

@@ -10,7 +10,8 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
-from spmdctx.server.program.results import check_results
+from spmdctx.server.program.tables import table_notes, with_tables
+from spmdctx.server.results import check_results
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
@@ -50,9 +51,9 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
         return FetchingEntry(capture_step(target, call, static, settings), around, notes)
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
-    step = capture_served(target, call, static, own, parts)
+    step = with_tables(capture_served(target, call, static, own, parts))
     check_results(step.captured)
-    return ServedEntry(step, replace(around, settings=own), notes)
+    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
 
 
 def _check_roles(environ: Mapping[str, str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
 from spmdctx.server.engine.scheduler import Layout
+from spmdctx.server.initial import with_recipes
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import Crossing, crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
+from spmdctx.server.program.row_ids import RowReader, interleaved, places_on
 from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import RemoteArray, fetched
-from spmdctx.server.state.folder import save_shard
+from spmdctx.server.state.folder import row_pieces, save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
 _LOST_S = 0.05
@@ -57,6 +60,7 @@ class ServedRun:
         self._kept: dict[int, dict[int, Any]] = {}
         self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
+        self._reader = RowReader(step)
         client.hello(fingerprint(step), step.loss.num_parts)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
@@ -105,6 +109,11 @@ class ServedRun:
             self._held = self._ahead = None
 
     @property
+    def traffic(self) -> Mapping[str, int]:
+        """The bytes that this worker has pushed and pulled, of rows of tables and of other arrays."""
+        return self._client.traffic
+
+    @property
     def _carried(self) -> set[int]:
         return {leaf.carried_from for leaf in self._step.captured.outputs if leaf.carried_from is not None}
 
@@ -137,10 +146,15 @@ class ServedRun:
 
     def _set_up(self, reply: Setup) -> None:
         cut = self._cut_for(reply.num_servers)
-        specs = server_specs(self._step, cut, x64=x64_is_on())
+        specs = with_recipes(server_specs(self._step, cut, x64=x64_is_on()), self._step, self._first)
         if reply.version is None:
             for number, server in enumerate(cut.servers):
                 own = {self._step.captured.inputs[one].path: raw(jnp.asarray(self._first[one])) for one in server.held}
+                recipes = {slot for table in specs[number].tables for slot in table.recipes}
+                for slot, piece in row_pieces(specs[number]).items():
+                    if slot in recipes:
+                        continue
+                    own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
                 save_shard(Path(self._client.job.folder), 0, number, own)
         self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
 
@@ -157,7 +171,7 @@ class ServedRun:
         self._assign(go, cut, step)
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
-        pushes = {part: self._pushed(cut, values, part) for part in go.parts}
+        pushes = {part: self._pushed(cut, values, part, go) for part in go.parts}
         client.push(go, step, pushes, held.versions)
         if client.job.mode == "sync":
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
@@ -185,13 +199,17 @@ class ServedRun:
             values[number] = typed(value, inputs[number])
         return Held(go.generation, go.version, values, tuple(one.version for one in found))
 
-    def _pushed(self, cut: Cut, values: dict[int, Any], part: int) -> list[dict[str, Any]]:
+    def _pushed(self, cut: Cut, values: dict[int, Any], part: int, go: Go) -> list[dict[str, Any]]:
         """Computes one part, and returns what each server gets."""
-        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts)
-        if self._crossing is None:
-            return [pushed_to(cut, server, made, values, gives=part == 0) for server in range(len(cut.servers))]
-        crossing = self._crossing.run(made, values)
-        return [{**pushed_to(cut, server, made, values, gives=True), **crossing} for server in range(len(cut.servers))]
+        reader, count = self._reader, len(cut.servers)
+        rows = reader.rows(values, part)
+        if rows.ids:
+            values = {**values, **reader.gathered(rows, self._client.pull_rows(go, [places_on(rows, one, count) for one in range(count)]))}
+        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts, rows.places)
+        crossing = {} if self._crossing is None else self._crossing.run(made, values)
+        gives = part == 0 or self._crossing is not None
+        own = [{**pushed_to(cut, one, made, values, gives=gives), **crossing} for one in range(count)]
+        return [{**own[one], **reader.pushed(rows, made, one, count)} for one in range(count)]
 
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
@@ -219,9 +237,17 @@ class ServedRun:
                 self._until_done(self._number - 1)
             try:
                 least = self._number if self._client.job.mode == "sync" else 0
+                if self._step.tables is not None and number in self._step.tables.held:
+                    servers = range(self._client.num_servers)
+                    return interleaved([self._client.latest(least, f"in/{number}", partial(_first, own)) for own in servers])
                 return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
             except Lost:
                 time.sleep(_LOST_S)
+
+
+def _first(server: int, num_servers: int) -> int:
+    del num_servers
+    return server
 
 
 def _own(leaf: Any) -> Any:

@@ -285,7 +285,8 @@ def abstract(value: Any, path: str) -> Any:
         UnsupportedError: the leaf is a mutable array reference.
     """
     try:
-        aval = jax.typeof(value)
+        # What stands for an array that another process holds says its type itself.
+        aval = getattr(value, "remote_aval", None) or jax.typeof(value)
     except TypeError:
         raise TypeError(
             message(
