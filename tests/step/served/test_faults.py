@@ -58,23 +58,24 @@ def test_losses_and_scaling_leave_no_trace(tmp_path, undisturbed):
     assert len(job.states) == 2
 
 
-def test_a_job_that_ended_early_goes_on_when_it_is_submitted_again(tmp_path, undisturbed):
-    blocked = tmp_path / "state-000000020"
-    blocked.write_text("no folder can be made here")
-    with run(tmp_path, "--servers", "2", "--workers", "3") as job:
-        assert job.finish() == 1
-    assert len(job.other) <= 4, job.other
-    assert job.other[0].startswith("error: ")
-    assert "state-000000020" in " ".join(job.other)
-    blocked.unlink()
+def test_a_job_whose_driver_is_killed_goes_on_when_it_is_submitted_again(tmp_path, undisturbed):
     with run(tmp_path, "--servers", "1", "--workers", "3") as job:
         job.wait_for(33)
         left = job.pids("Worker") + job.pids("Server")
         job.stop()
     assert len(left) == 4
-    end = time.monotonic() + 10
+    end = time.monotonic() + 20
     while any(Path(f"/proc/{pid}").exists() for pid in left):
         assert time.monotonic() < end, "processes outlive their job"
         time.sleep(0.1)
     with run(tmp_path, "--servers", "3", "--workers", "2") as job:
         check(job, undisturbed)
+
+
+def test_a_state_that_cannot_be_saved_ends_the_job_with_one_error(tmp_path):
+    (tmp_path / "state-000000010").write_text("no folder can be made here")
+    with run(tmp_path, "--servers", "1", "--workers", "1") as job:
+        assert job.finish() == 1
+    assert job.other[0].startswith("error: Server 0 cannot save its arrays")
+    assert "state-000000010" in " ".join(job.other)
+    assert sum("error" in line for line in job.other) == 1
