@@ -47,6 +47,7 @@ class Scheduler:
         self._asked_for: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lines: list[tuple[int, str, str]] = []
+        self._num_taken = 0
         self._step: tuple[str, int] | None = None
         self._presence = Presence()
         self._is_saving = False
@@ -97,16 +98,9 @@ class Scheduler:
 
     def _misfit(self, fingerprint: str, num_parts: int) -> str:
         """Says why a step is not the one of this job, or of its folder, if it is not."""
-        state = self._found
         if self._step not in (None, (fingerprint, num_parts)):
             return "A job trains one step, and with one set of shapes: its workers have come with another one."
-        if state is None or state.fingerprint == fingerprint:
-            return ""
-        where = f"{self._folder}, version {state.version}"
-        if state.num_parts != num_parts:
-            need = f"set grad_accumulation_step={state.num_parts}, or name another folder"
-            return f"The saved state is one of a step in {state.num_parts} parts, and not in {num_parts} (where: {where}; fix: {need})."
-        return f"The saved state is that of another step (where: {where}; fix: name another folder)."
+        return "" if self._found is None else self._found.misfit(fingerprint, num_parts)
 
     async def lost(self, worker: int) -> None:
         """A worker is gone, and does not come again."""
@@ -372,12 +366,14 @@ class Scheduler:
         await self._notify()
 
     async def said(self, after: int, seconds: float) -> list[tuple[int, str, str]]:
-        """Returns the lines after the first ones, once there are any."""
-        if len(self._lines) <= after and seconds:
+        """Returns the lines after the first ones, once there are any; those before are kept no longer."""
+        del self._lines[: after - self._num_taken]
+        self._num_taken = after
+        if not self._lines and seconds:
             async with self._changed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(lambda: len(self._lines) > after), seconds)
-        return self._lines[after:]
+                    await asyncio.wait_for(self._changed.wait_for(lambda: self._lines), seconds)
+        return list(self._lines)
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)

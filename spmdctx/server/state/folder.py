@@ -43,6 +43,16 @@ class SavedState(NamedTuple):
     files: tuple[str, ...]
     updates: Updates | None = None
 
+    def misfit(self, fingerprint: str, num_parts: int) -> str:
+        """Says why a step cannot go on from this state, empty if it can."""
+        if self.fingerprint == fingerprint:
+            return ""
+        where = f"{self.folder.parent}, version {self.version}"
+        if self.num_parts != num_parts:
+            need = f"set grad_accumulation_step={self.num_parts}, or name another folder"
+            return f"The saved state is one of a step in {self.num_parts} parts, and not in {num_parts} (where: {where}; fix: {need})."
+        return f"The saved state is that of another step (where: {where}; fix: name another folder)."
+
 
 def state_folder(folder: Path, version: int) -> Path:
     """Returns where a version is saved."""
