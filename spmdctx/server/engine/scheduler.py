@@ -46,8 +46,7 @@ class Scheduler:
         self._common = 0
         self._asked_for: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lines: list[tuple[int, str, str]] = []
-        self._num_taken = 0
+        self._lines, self._num_taken = list[tuple[int, str, str]](), 0
         self._step: tuple[str, int] | None = None
         self._presence = Presence()
         self._is_saving = False
@@ -285,8 +284,7 @@ class Scheduler:
         """A server has saved its arrays."""
         if generation != self._progress.generation or self._layout is None:
             return
-        own = self._files.setdefault(version, {})
-        own[server] = file
+        (own := self._files.setdefault(version, {}))[server] = file
         if len(own) == len(self._layout.specs):
             await self._complete(version, self._files.pop(version).values())
 
