@@ -195,8 +195,8 @@ class Progress:
         self, generation: int, step: int, parts: Iterable[int], results: Mapping[int, Any] | None = None, late: int | None = None
     ) -> None:
         """All servers have the values of some parts; in "async" they have applied them, `late` updates after their worker pulled."""
-        if generation != self.generation:
-            return
+        if generation != self.generation or (self.mode == "sync" and step != self.version):
+            return  # word of a step that is over may come late
         for part in parts:
             claim = self._claims.pop((step, part), None)
             if self.mode == "sync":
