@@ -31,6 +31,7 @@ class Shard:
         self.spec, self.version = spec, version
         self.values: Values = {slot: jnp.asarray(value) for slot, value in values.items()}
         self.results: dict[int, Any] = {}
+        self._run: list[Any] = []
         if former is not None and former.spec.rounds == spec.rounds:
             self._run = former._run
         else:
