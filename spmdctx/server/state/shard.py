@@ -34,6 +34,7 @@ class Shard:
         self.tables = [RowTable(own, {slot: values[slot] for slot in own.held}, version) for own in spec.tables]
         self.values: Values = {slot: jnp.asarray(values[slot]) for slot in spec.held}
         self.results: dict[int, Any] = {}
+        self._run: list[Any] = []
         if former is not None and former.spec.rounds == spec.rounds:
             self._run: list[Any] = former._run
         else:
