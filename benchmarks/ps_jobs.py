@@ -31,7 +31,7 @@ class Running:
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": str(ROOT),
         }
         command = [sys.executable, "-m", "spmdctx", "launch", *map(str, arguments)]
         self.process = subprocess.Popen(

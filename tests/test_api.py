@@ -31,6 +31,8 @@ FUNCTIONS = [
     "reset_auto_parallel_context",
     "reset_ps_context",
     "save_distributed_checkpoint",
+    "server_init",
+    "server_table",
     "set_algo_parameters",
     "set_auto_parallel_context",
     "set_param_ps",

@@ -46,7 +46,7 @@ class LocalClient:
     def pull_rows(self, go, places):
         return [shard.pull_rows(own, go.version) for shard, own in zip(self._shards, places, strict=True)]
 
-    def push(self, go, step, parts):
+    def push(self, go, step, parts, versions):
         for part, values in parts.items():
             full = [shard.add(step, part, own) for shard, own in zip(self._shards, values, strict=True)]
         self._progress.pushed(go.generation, step, list(parts))

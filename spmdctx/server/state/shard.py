@@ -36,7 +36,7 @@ class Shard:
         self.results: dict[int, Any] = {}
         self._run: list[Any] = []
         if former is not None and former.spec.rounds == spec.rounds:
-            self._run: list[Any] = former._run
+            self._run = former._run
         else:
             self._run = [None if own is None else jax.jit(jax.export.deserialize(bytearray(own.blob)).call) for own in spec.rounds]
         self._waiting: dict[int, Values] = {}

