@@ -172,8 +172,21 @@ def test_the_command_says_what_went_wrong(tmp_path, capsys):
     assert "error: Process 0 ended with exit code 7" in written.err
 
 
-@pytest.mark.parametrize("arguments", [["-n", "0", "x.py"], ["x.py"], ["-n", "2"]])
-def test_bad_usage_is_refused(arguments, capsys):
+def test_a_bad_number_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["launch", *arguments])
+        main(["launch", "-n", "0", "x.py"])
     assert "usage" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["x.py"], "needs a number of processes"),
+        (["-n", "2"], "needs a script"),
+        (["--servers", "2", "x.py"], "needs both numbers"),
+        (["-n", "2", "--servers", "2", "--workers", "2", "x.py"], "needs both numbers, and no -n"),
+    ],
+)
+def test_what_is_missing_is_named(arguments, words, capsys):
+    assert main(["launch", *arguments]) == 2
+    assert words in capsys.readouterr().err
