@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+
+class Origin(NamedTuple):
+    """Where a handle comes from: the run of the step that has returned it, the number of the input that it is, and the steps done."""
+
+    owner: object
+    number: int
+    steps: int
 
 
 class RemoteArray:
@@ -15,11 +23,11 @@ class RemoteArray:
     Attributes:
         aval: its type.
         path: of the input of the step that it is.
-        owner: whose state it is: the run of the step that has returned it.
+        origin: what has returned it; None for one that no step has returned.
     """
 
-    def __init__(self, aval: Any, path: str, owner: object, fetch: Callable[[], Any]) -> None:
-        self.aval, self.path, self.owner, self._fetch = aval, path, owner, fetch
+    def __init__(self, aval: Any, path: str, origin: Origin | None, fetch: Callable[[], Any]) -> None:
+        self.aval, self.path, self.origin, self._fetch = aval, path, origin, fetch
 
     @property
     def remote_aval(self) -> Any:
@@ -63,6 +71,23 @@ class RemoteArray:
 
     def __getitem__(self, index: Any) -> Any:
         return self.fetch()[index]
+
+    def __len__(self) -> int:
+        return len(self.fetch())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.fetch())
+
+    def __bool__(self) -> bool:
+        return bool(self.fetch())
+
+    def __eq__(self, other: object) -> Any:
+        return self.fetch() == fetched(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.fetch() != fetched(other)
+
+    __hash__ = object.__hash__
 
     def __float__(self) -> float:
         return float(self.fetch())

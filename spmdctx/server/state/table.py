@@ -61,6 +61,15 @@ class RowTable:
             self._first, self._past = self.version, []
         return self._arrays
 
+    def assign(self, version: int, arrays: Mapping[str, Array]) -> None:
+        """Takes over rows in place of all those of a version, by slot; what others have missed before is done first."""
+        with self._lock:
+            if not arrays or version != self.version:
+                return
+            self.arrays()
+            for slot, rows in arrays.items():
+                self._arrays[slot][:] = rows
+
     def pull(self, places: Array, version: int | None = None) -> Array | None:
         """Returns rows of the table as they are now, or in a version: the present one or the one before, else None.
 

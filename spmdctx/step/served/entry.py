@@ -45,6 +45,19 @@ class FetchingEntry(Entry):
         self._handles = read.leaves
         return super().run(read._replace(leaves=[fetched(leaf) for leaf in read.leaves]))
 
+    @cached_property
+    def direct(self) -> None:
+        """None: JAX takes no handles."""
+        return None
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the step on leaves, or on their values where servers hold them."""
+        return super().execute([fetched(leaf) for leaf in leaves])
+
+    def gathered(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves with the values that servers hold."""
+        return [fetched(leaf) for leaf in leaves]
+
     def _placed(self, read: Read) -> list[Any]:
         placed = super()._placed(read)
         kept = [own if isinstance(own, RemoteArray) else leaf for own, leaf in zip(self._handles, placed, strict=True)]

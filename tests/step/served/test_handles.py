@@ -1,0 +1,135 @@
+"""What a script may do with the handles that a step returns: read, replace, swap and keep them, and what servers make of it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import spmdctx
+from spmdctx.errors import UnsupportedError
+from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.remote import RemoteArray
+from spmdctx.step.served import entry
+from tests.server import cases, tables
+from tests.server.local import LocalClient
+
+
+@pytest.fixture(autouse=True)
+def without_an_engine(monkeypatch):
+    monkeypatch.setenv(WORKER, "0")
+    monkeypatch.setenv(NUM_WORKERS, "2")
+    monkeypatch.setattr(entry, "Client", LocalClient)
+
+
+def lagging(rate=0.1):
+    """A step with two parameters of one shape, which also gives back the state that it got."""
+
+    def loss(params, x):
+        return jnp.mean((x @ params["online"]) ** 2 + (x @ params["target"]))
+
+    def step(params, count, x):
+        value, grads = spmdctx.value_and_grad(loss)(params, x)
+        online = params["online"] - rate * grads["online"]
+        return {"online": online, "target": params["target"]}, count + 1, {"loss": value, "count": count, "old": params["online"]}
+
+    return step
+
+
+FIRST = {"online": jnp.arange(4.0), "target": jnp.ones(4)}
+X = jnp.arange(32.0).reshape(8, 4) / 32
+
+
+def both(script, fn=None, state=(FIRST, jnp.int32(0))):
+    """Runs a script on servers and on one device."""
+    cases_fn = fn or lagging()
+    found = script(cases.served(cases_fn, 2, 2), *state)
+    spmdctx.reset_ps_context()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(WORKER)
+        wanted = script(spmdctx.parallel(cases_fn, parallel_mode="stand_alone", grad_accumulation_step=2), *state)
+    return found, wanted
+
+
+def test_results_that_are_state_have_the_value_that_the_step_read():
+    def script(step, params, count):
+        kept = []
+        for _ in range(3):
+            params, count, given = step(params, count, X)
+            kept.append(given)
+        return [(int(one["count"]), np.asarray(one["old"])) for one in kept]
+
+    found, wanted = both(script)
+    for (count, old), (wanted_count, wanted_old) in zip(found, wanted, strict=True):
+        assert count == wanted_count
+        np.testing.assert_allclose(old, wanted_old, rtol=1e-6)
+
+
+def test_a_handle_in_the_place_of_another_is_taken_over():
+    def script(step, params, count):
+        for number in range(4):
+            params, count, given = step(params, count, X)
+            if number == 1:
+                params = {**params, "target": params["online"]}
+        return np.asarray(params["online"]), np.asarray(params["target"]), float(given["loss"])
+
+    for own, other in zip(*both(script), strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-6)
+
+
+def test_a_handle_of_an_earlier_call_is_refused_by_name():
+    step = cases.served(lagging(), 2, 2)
+    kept, count, _ = step(FIRST, jnp.int32(0), X)
+    params, count, _ = step(kept, count, X)
+    with pytest.raises(UnsupportedError, match="got a handle that an earlier call has returned") as caught:
+        step({**params, "online": kept["online"]}, count, X)
+    assert "after 1 steps, and 2 are done" in str(caught.value)
+
+
+def test_rows_of_a_table_and_of_its_state_can_be_replaced():
+    optimizer = optax.adam(1e-2)
+
+    def script(step, *state):
+        for number in range(4):
+            state, loss = step(state, tables.batch(number))
+            if number == 1:
+                state = jax.tree.map(lambda leaf: leaf if leaf.dtype == jnp.int32 else 0.5 * np.asarray(leaf), state)
+        return [loss, *map(np.asarray, jax.tree.leaves(state))]
+
+    with jax.enable_x64(True):
+        params = tables.parameters()
+        params = {name: np.asarray(leaf) for name, leaf in params.items()}
+        found, wanted = both(script, tables.step_of(optimizer), (params, optimizer.init(params)))
+    for own, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(own, other, rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_without_a_loss_reads_handles_call_after_call():
+    train, evaluate = cases.served(lagging(), 2, 2), cases.served(lambda params, x: x @ params["online"], 2, 2)
+    params, count = FIRST, jnp.int32(0)
+    for _ in range(3):
+        params, count, _ = train(params, count, X)
+        np.testing.assert_allclose(evaluate(params, X), X @ np.asarray(params["online"]), rtol=1e-6)
+        assert isinstance(params["online"], RemoteArray)
+    assert evaluate.verify(params, X).ok
+
+
+def test_handles_are_compared_and_iterated_by_value():
+    step = cases.served(lagging(), 2, 2)
+    params, count, _ = step(FIRST, jnp.int32(0), X)
+    assert count == 1
+    assert not count != 1
+    assert count
+    assert len(params["online"]) == len(list(params["online"])) == 4
+
+
+def test_a_batch_may_be_deleted_while_its_step_may_be_done_again():
+    step = cases.served(lagging(), 2, 2)
+    x = X + 0
+    params, count, _ = step(FIRST, jnp.int32(0), x)
+    x.delete()
+    run = step._last.entry.served
+    run._client.rewind(0)
+    params, count, given = step(params, count, X)
+    assert int(count) == 2
+    assert np.isfinite(float(given["loss"]))
