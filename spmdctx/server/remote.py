@@ -87,7 +87,7 @@ class RemoteArray:
     def __ne__(self, other: object) -> Any:
         return self.fetch() != fetched(other)
 
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # of the handle: it may be a key while its value changes
 
     def __float__(self) -> float:
         return float(self.fetch())
@@ -97,6 +97,20 @@ class RemoteArray:
 
     def __repr__(self) -> str:
         return f"RemoteArray({self.path}: {self.aval.str_short()})"
+
+
+def _by_value(name: str) -> Callable[..., Any]:
+    def run(self: RemoteArray, *others: Any) -> Any:
+        return getattr(self.fetch(), name)(*map(fetched, others))
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(RemoteArray, f"__{_name}__", _by_value(f"__{_name}__"))
+    setattr(RemoteArray, f"__r{_name}__", _by_value(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(RemoteArray, f"__{_name}__", _by_value(f"__{_name}__"))
 
 
 def fetched(leaf: Any) -> Any:

@@ -20,6 +20,9 @@ WORKER = "SPMDCTX_PS_WORKER"
 NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
 """The number of workers with which the job has begun."""
 
+JOB = "SPMDCTX_PS_JOB"
+"""What `launch` was told of the job: the options of the parameter server by name, as JSON."""
+
 
 class Lost(Exception):
     """A server was lost, or the job has another layout: what was under way is void."""

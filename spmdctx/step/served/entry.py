@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
-from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
@@ -100,12 +101,15 @@ class ServedEntry(Entry):
         return replace(planned, plan=served_plan(planned.plan, server_loads(self.step, self.cut), self.step.loss.num_parts, workers))
 
     @cached_property
-    def program(self) -> Any:
-        """The jitted program of one part."""
+    def program(self) -> CompiledProgram:
+        """The jitted program of one part; what the step itself takes and gives is whole on each of this worker's devices."""
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         options = JitOptions((), self.compiler_options, self.captured.name)
-        return jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+        part = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+        whole = NamedSharding(part.mesh, PartitionSpec())
+        captured = self.captured
+        return replace(part, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs))
 
     @cached_property
     def direct(self) -> None:
@@ -117,7 +121,7 @@ class ServedEntry(Entry):
         """This worker's steps, connected to the servers."""
         self.environment.check_running()
         own = self.environment.context.servers
-        folder = own.folder or tempfile.mkdtemp(prefix="spmdctx-ps-")
+        folder = os.path.abspath(own.folder) if own.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
         return ServedRun(self.step, self.part, self.program.jitted, client)
 

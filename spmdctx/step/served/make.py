@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.context.servers import ServerOptions
+from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
@@ -50,10 +53,23 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     if not num_losses(target, call, static, settings):
         return FetchingEntry(capture_step(target, call, static, settings), around, notes)
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
-    own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
+    job = json.loads(os.environ.get(JOB, "{}"))
+    own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
     step = with_tables(capture_served(target, call, static, own, parts))
     check_results(step.captured)
+    warnings = (*step.captured.warnings, *_unheeded(servers, job))
+    step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+
+
+def _unheeded(servers: ServerOptions, job: Mapping[str, Any]) -> list[str]:
+    """Returns what to say of options that a script has set otherwise than the job was launched."""
+    found = []
+    for name in sorted(servers.explicit & job.keys()):
+        own = os.path.abspath(servers.folder) if name == "folder" else getattr(servers, name)
+        if own != job[name]:
+            found.append(f"{name}={shown(own)} has no effect in this script: spmdctx launch has started the job with {shown(job[name])}.")
+    return found
 
 
 def _check_roles(environ: Mapping[str, str]) -> None:

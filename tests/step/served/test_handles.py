@@ -8,7 +8,9 @@ import pytest
 
 import spmdctx
 from spmdctx.errors import UnsupportedError
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
+from spmdctx.server.engine.job import told
+from spmdctx.server.engine.scheduler import Job
 from spmdctx.server.remote import RemoteArray
 from spmdctx.step.served import entry
 from tests.server import cases, tables
@@ -133,3 +135,34 @@ def test_a_batch_may_be_deleted_while_its_step_may_be_done_again():
     params, count, given = step(params, count, X)
     assert int(count) == 2
     assert np.isfinite(float(given["loss"]))
+
+
+def test_handles_are_operands():
+    step = cases.served(lagging(), 2, 2)
+    params, count, _ = step(FIRST, jnp.int32(0), X)
+    whole = np.asarray(params["online"])
+    assert (count % 2 == 1, count > 0, 3 - count) == (True, True, 2)
+    np.testing.assert_array_equal(jnp.ones(4) + params["online"] * 2 - params["online"], 1 + whole * 2 - whole)
+
+
+@pytest.mark.parametrize("mode", ["stand_alone", "semi_auto_parallel"])
+def test_state_and_batches_are_made_for_a_step_on_servers_as_for_others(mode):
+    spmdctx.set_ps_context(enable_ps=True, num_servers=2)
+    step = spmdctx.parallel(lagging(), parallel_mode=mode, grad_accumulation_step=2)
+    params, count = step.init(lambda: (FIRST, jnp.int32(0)), batch=X)
+    x = step.shard_batch(X)
+    assert jax.tree.structure(step.in_shardings(params, count, x)) == jax.tree.structure((params, count, x))
+    params, count, given = step(params, count, x)
+    assert step.out_shardings(params, count, x)[2].keys() == given.keys()
+    wanted = cases.served(lagging(), 1, 2)(FIRST, jnp.int32(0), X)
+    np.testing.assert_allclose(np.asarray(params["online"]), np.asarray(wanted[0]["online"]), rtol=1e-6)
+
+
+def test_a_launched_script_plans_for_the_job_and_hears_of_options_that_have_no_effect(monkeypatch):
+    monkeypatch.setenv(JOB, told(Job(3, "async", 5, 20, "/run")))
+    spmdctx.set_ps_context(num_servers=2, save_every=20, folder="other")
+    step = spmdctx.parallel(lagging(), parallel_mode="stand_alone")
+    assert len(step.plan(FIRST, jnp.int32(0), X).servers) == 3
+    (folder, servers) = [text for text in step.notes if "has no effect in this script" in text]
+    assert "other' has no effect" in folder
+    assert servers == "num_servers=2 has no effect in this script: spmdctx launch has started the job with 3."
