@@ -139,9 +139,8 @@ class Scheduler:
 
     async def servers(self) -> tuple[int, list[Any]]:
         """Returns the generation and the actors of the servers; none where a worker that asks has to divide the step for them first."""
-        progress = self._progress
         async with self._changed:
-            await self._changed.wait_for(lambda: progress.ready or not progress.busy or bool(progress.failure))
+            await self._changed.wait_for(lambda: self._progress.ready or not self._progress.busy or bool(self._progress.failure))
         return self._progress.generation, self._fleet.servers
 
     async def set_up(self, layout: Layout) -> None:

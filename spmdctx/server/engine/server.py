@@ -15,7 +15,6 @@ from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
 
-
 _LOAD_S = 5.0
 
 

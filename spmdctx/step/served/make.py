@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmdctx.context.servers import ServerOptions
+from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
 from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
@@ -23,6 +23,8 @@ from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 
 _SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
+
+_FILES = ("strategy_ckpt_load_file", "strategy_ckpt_save_file")
 
 _VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
@@ -57,14 +59,15 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
     step = with_tables(capture_served(target, call, static, own, parts))
     check_results(step.captured)
-    warnings = (*step.captured.warnings, *_unheeded(servers, job))
+    warnings = (*step.captured.warnings, *_unheeded(context, job))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
 
 
-def _unheeded(servers: ServerOptions, job: Mapping[str, Any]) -> list[str]:
-    """Returns what to say of options that a script has set otherwise than the job was launched."""
-    found = []
+def _unheeded(context: AutoParallelContext, job: Mapping[str, Any]) -> list[str]:
+    """Returns what to say of options that have no effect: those of a job that was launched otherwise, and files of plans."""
+    servers, is_planned = context.servers, context.parallel_mode != "stand_alone"
+    found = [f"{name} has no effect on a step on servers." for name in _FILES if is_planned and getattr(context, name)]
     for name in sorted(servers.explicit & job.keys()):
         own = os.path.abspath(servers.folder) if name == "folder" else getattr(servers, name)
         if own != job[name]:

@@ -8,6 +8,7 @@ import pytest
 
 import spmdctx
 from spmdctx.errors import UnsupportedError
+from spmdctx.server.engine import client
 from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
 from spmdctx.server.engine.job import told
 from spmdctx.server.engine.scheduler import Job
@@ -42,9 +43,9 @@ FIRST = {"online": jnp.arange(4.0), "target": jnp.ones(4)}
 X = jnp.arange(32.0).reshape(8, 4) / 32
 
 
-def both(script, fn=None, state=(FIRST, jnp.int32(0))):
+def both(script, fn=None, state=None):
     """Runs a script on servers and on one device."""
-    cases_fn = fn or lagging()
+    cases_fn, state = fn or lagging(), state or (FIRST, jnp.int32(0))
     found = script(cases.served(cases_fn, 2, 2), *state)
     spmdctx.reset_ps_context()
     with pytest.MonkeyPatch.context() as patch:
@@ -120,7 +121,7 @@ def test_handles_are_compared_and_iterated_by_value():
     step = cases.served(lagging(), 2, 2)
     params, count, _ = step(FIRST, jnp.int32(0), X)
     assert count == 1
-    assert not count != 1
+    assert (count != 1) == False  # noqa: E712  by value
     assert count
     assert len(params["online"]) == len(list(params["online"])) == 4
 
@@ -158,7 +159,7 @@ def test_state_and_batches_are_made_for_a_step_on_servers_as_for_others(mode):
     np.testing.assert_allclose(np.asarray(params["online"]), np.asarray(wanted[0]["online"]), rtol=1e-6)
 
 
-def test_a_launched_script_plans_for_the_job_and_hears_of_options_that_have_no_effect(monkeypatch):
+def test_a_launched_script_plans_for_its_job_and_hears_of_idle_options(monkeypatch):
     monkeypatch.setenv(JOB, told(Job(3, "async", 5, 20, "/run")))
     spmdctx.set_ps_context(num_servers=2, save_every=20, folder="other")
     step = spmdctx.parallel(lagging(), parallel_mode="stand_alone")
@@ -166,3 +167,22 @@ def test_a_launched_script_plans_for_the_job_and_hears_of_options_that_have_no_e
     (folder, servers) = [text for text in step.notes if "has no effect in this script" in text]
     assert "other' has no effect" in folder
     assert servers == "num_servers=2 has no effect in this script: spmdctx launch has started the job with 3."
+
+
+def test_files_of_strategies_are_said_to_have_no_effect(tmp_path):
+    spmdctx.set_ps_context(enable_ps=True)
+    file = str(tmp_path / "plan")
+    step = spmdctx.parallel(lagging(), parallel_mode="semi_auto_parallel", device_num=2, strategy_ckpt_save_file=file)
+    step.plan(FIRST, jnp.int32(0), X)
+    assert "strategy_ckpt_save_file has no effect on a step on servers." in step.notes
+
+
+def test_a_second_step_of_a_process_is_refused_by_name(monkeypatch):
+    def taken(_):
+        raise ValueError("The name is already taken")
+
+    monkeypatch.delenv(WORKER)
+    for name, stand_in in (("start_scheduler", taken), ("connect", lambda: None), ("ray", lambda: None)):
+        monkeypatch.setattr(client, name, stand_in)
+    with pytest.raises(UnsupportedError, match="This process has servers already"):
+        client.Client(Job(1, "sync", 4, 10, "run"))
