@@ -1,4 +1,4 @@
-"""`spmdctx launch`: runs a script as several processes on this machine."""
+"""`spmdctx launch`: runs a script as several processes on this machine, or with servers on a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     served.add_argument("--address", metavar="HOST:PORT", help="a cluster of Ray that runs (default: one on this machine)")
     served.add_argument("--scale", metavar="FOLDER", help="give the job that saves there --servers or --workers, and end")
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
-    parser.add_argument("script", nargs="?", help="a Python script that calls spmdctx.communication.init()")
+    parser.add_argument("script", nargs="?", help="a Python script, which with -n calls spmdctx.communication.init()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 

@@ -158,5 +158,13 @@ class ServedEntry(Entry):
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     def run(self, read: Read) -> Any:
-        """Does the next step."""
+        """Does the next step.
+
+        Raises:
+            UnsupportedError: the step is called inside of jit, grad or vmap.
+        """
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+            raise UnsupportedError(
+                f"{self.captured.name} is called inside of jit, grad or vmap, and its state lies on servers.", fix="call it outside of them"
+            )
         return self.structure.finish(read.handle, self.served.run(read.leaves))

@@ -19,6 +19,7 @@ from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
 from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 
@@ -53,7 +54,8 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
             fix='parallel_mode="semi_auto_parallel", whose workers split their part of the batch over their devices',
         )
     if not num_losses(target, call, static, settings):
-        return FetchingEntry(capture_step(target, call, static, settings), around, notes)
+        captured = capture_step(target, call, static, settings)
+        return FetchingEntry(replace(captured, warnings=(*captured.warnings, *_alone(captured))), around, notes)
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
     job = json.loads(os.environ.get(JOB, "{}"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
@@ -62,6 +64,16 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     warnings = (*step.captured.warnings, *_unheeded(context, job))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+
+
+def _alone(captured: Captured) -> list[str]:
+    """Returns what to say of a step that renews state and has nothing that servers could do."""
+    body = captured.jaxpr.jaxpr
+    for result, leaf in zip(body.outvars, captured.outputs, strict=True):
+        if leaf.carried_from is not None and result is not body.invars[leaf.carried_from]:
+            path = captured.inputs[leaf.carried_from].path
+            return [f"{captured.name} has no loss of spmdctx.value_and_grad: each worker renews {path} by itself."]
+    return []
 
 
 def _unheeded(context: AutoParallelContext, job: Mapping[str, Any]) -> list[str]:

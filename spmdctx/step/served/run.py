@@ -74,6 +74,9 @@ class ServedRun:
             self._assigned[step] = replaced
         self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
         done = self._until_done(step)
+        if step == 0:
+            # Servers have the state: it need not lie here as well.
+            self._first = [leaf if isinstance(leaf, RemoteArray) else None for leaf in leaves]
         self._number += 1
         for kept in (self._kept, self._assigned):
             for number in [number for number in kept if number < self._client.kept_from]:

@@ -1,5 +1,8 @@
 """What a script may do with the handles that a step returns: read, replace, swap and keep them, and what servers make of it."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -186,3 +189,33 @@ def test_a_second_step_of_a_process_is_refused_by_name(monkeypatch):
         monkeypatch.setattr(client, name, stand_in)
     with pytest.raises(UnsupportedError, match="This process has servers already"):
         client.Client(Job(1, "sync", 4, 10, "run"))
+
+
+@pytest.mark.parametrize(("trains", "said"), [(True, 1), (False, 0)])
+def test_a_step_that_trains_without_servers_says_so(trains, said):
+    def plain(params, x):
+        value, grads = jax.value_and_grad(lambda params: jnp.mean((x @ params) ** 2))(params)
+        return (params - grads, value) if trains else value
+
+    spmdctx.set_ps_context(enable_ps=True)
+    step = spmdctx.parallel(plain, parallel_mode="stand_alone")
+    step.plan(jnp.ones(4), X)
+    text = "plain has no loss of spmdctx.value_and_grad: each worker renews params by itself."
+    assert [note for note in step.notes if "no loss" in note] == [text] * said
+
+
+def test_a_step_on_servers_is_not_called_inside_of_jit():
+    step = cases.served(lagging(), 2, 2)
+    with pytest.raises(UnsupportedError, match="step is called inside of jit, grad or vmap"):
+        jax.jit(step)(FIRST, jnp.int32(0), X)
+
+
+def test_the_first_state_does_not_stay_with_a_worker():
+    first = {"online": jnp.arange(4.0), "target": jnp.ones(4)}
+    seen = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
+    step = cases.served(lagging(), 2, 2)
+    state, count, _ = step(first, jnp.int32(0), X)
+    state, count, _ = step(state, count, X)
+    del first
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
