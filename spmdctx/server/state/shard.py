@@ -164,7 +164,7 @@ class Shard:
         return found
 
     def _of_tables(self, slot: str) -> np.ndarray[Any, Any]:
-        return next(table.arrays()[slot].copy() for table in self.tables if slot in table.spec.held)
+        return next(table.read(slot) for table in self.tables if slot in table.spec.held)
 
     def saved(self) -> Values:
         """Returns the arrays as they are now, by slot; those of tables change with the next update."""
