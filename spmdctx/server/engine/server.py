@@ -130,7 +130,8 @@ class Server:
         shard = self._shard
         if shard is None or not self._is(generation):
             return False
-        await asyncio.to_thread(shard.assign, version, values)
+        async with self._saving:  # rows of tables change in place
+            await asyncio.to_thread(shard.assign, version, values)
         return True
 
     async def pull_rows(self, generation: int, version: int, places: Mapping[int, Any]) -> dict[int, Any] | None:

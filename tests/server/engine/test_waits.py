@@ -90,3 +90,19 @@ def test_who_reads_state_divides_the_step_if_servers_wait_for_that():
     run._step, run._number, run._until_done = SimpleNamespace(tables=None), 4, asked.append
     assert run._read(0) == 7
     assert asked == [3]
+
+
+def test_rows_are_not_replaced_while_they_are_written():
+    assigned = []
+
+    async def run():
+        own = server(SimpleNamespace(generation=1))
+        own._shard.assign = lambda *given: assigned.append(given)
+        async with own._saving:
+            call = asyncio.ensure_future(own.assign(1, 2, {}))
+            await asyncio.sleep(0.05)
+            assert not assigned
+        return await asyncio.wait_for(call, 5)
+
+    assert asyncio.run(run())
+    assert assigned == [(2, {})]
