@@ -72,6 +72,9 @@ class RemoteArray:
     def __getitem__(self, index: Any) -> Any:
         return self.fetch()[index]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> jax.Array:
+        return self.fetch()
+
     def __len__(self) -> int:
         return len(self.fetch())
 

@@ -1,5 +1,6 @@
 """What a script may do with the handles that a step returns: read, replace, swap and keep them, and what servers make of it."""
 
+import copy
 import gc
 import weakref
 
@@ -219,3 +220,14 @@ def test_the_first_state_does_not_stay_with_a_worker():
     del first
     gc.collect()
     assert [one() for one in seen] == [None, None]
+
+
+def test_a_deep_copy_of_state_keeps_its_values():
+    step = cases.served(lagging(), 2, 2)
+    params, count, _ = step(FIRST, jnp.int32(0), X)
+    kept, wanted = copy.deepcopy(params), np.asarray(params["online"])
+    params, count, _ = step(params, count, X)
+    np.testing.assert_array_equal(kept["online"], wanted)
+    assert not np.array_equal(params["online"], wanted)
+    rolled_back, _, _ = step(kept, count, X)
+    np.testing.assert_allclose(rolled_back["online"], params["online"], rtol=1e-6)
