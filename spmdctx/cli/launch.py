@@ -1,4 +1,4 @@
-"""`spmdctx launch`: runs a script as several processes on this machine."""
+"""`spmdctx launch`: runs a script as several processes on this machine, or with servers on a cluster."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import tempfile
 from spmdctx.cli.output import Output
 from spmdctx.cli.values import natural, positive, positive_number
 from spmdctx.communication.launch import Job, run_job
-from spmdctx.context.servers import MODES
+from spmdctx.context.servers import DEFAULT_SERVERS, MODES
 from spmdctx.errors import ContextError
 from spmdctx.server.engine.job import Launch, run_served
 from spmdctx.server.engine.scheduler import Job as ServedJob
@@ -26,23 +26,23 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     served = parser.add_argument_group("parameter server", "Servers hold the state, workers run the script.")
     served.add_argument("--servers", type=positive, metavar="N", help="servers to start (default: none)")
     served.add_argument("--workers", type=positive, metavar="N", help="workers to start, with --servers (default: none)")
-    served.add_argument("--mode", choices=MODES, default="sync", help="whether workers wait for each other (default: sync)")
-    served.add_argument(
-        "--max-staleness", type=natural, default=4, metavar="N", help="updates by which values may be late in async (default: 4)"
-    )
-    served.add_argument("--save-every", type=positive, default=10, metavar="N", help="updates between two saved states (default: 10)")
+    served.add_argument("--mode", choices=MODES, help="whether workers wait for each other (default: sync)")
+    served.add_argument("--max-staleness", type=natural, metavar="N", help="updates by which values may be late in async (default: 4)")
+    served.add_argument("--save-every", type=positive, metavar="N", help="updates between two saved states (default: 10)")
     served.add_argument("--folder", metavar="FOLDER", help="where states are saved; a job goes on from those (default: a temporary one)")
     served.add_argument("--address", metavar="HOST:PORT", help="a cluster of Ray that runs (default: one on this machine)")
     served.add_argument(
         "--scale", metavar="FOLDER", help="give the job that saves there --servers or --workers, and end (default: start a job)"
     )
     parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
-    parser.add_argument("script", nargs="?", help="a Python script that calls spmdctx.communication.init()")
+    parser.add_argument("script", nargs="?", help="a Python script, which with -n calls spmdctx.communication.init()")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def launch(arguments: argparse.Namespace, output: Output) -> int:
     """Runs a script as several processes; returns the exit code of the first one that failed, or 124 after a timeout."""
+    if arguments.scale is not None or (arguments.servers is None and arguments.workers is None):
+        _check_idle(arguments)
     if arguments.scale is not None:
         return _scale(arguments, output)
     if arguments.script is None:
@@ -60,6 +60,16 @@ def launch(arguments: argparse.Namespace, output: Output) -> int:
     return outcome.code
 
 
+def _check_idle(arguments: argparse.Namespace) -> None:
+    """Refuses options of a job with servers where none is started."""
+    found = [f"--{name.replace('_', '-')}" for name in _OF_JOBS if getattr(arguments, name) is not None]
+    if found:
+        raise ContextError("Only a job with servers takes these options.", got=", ".join(found), need="--servers N --workers N SCRIPT")
+
+
+_OF_JOBS = ("mode", "max_staleness", "save_every", "folder", "address")
+
+
 def _scale(arguments: argparse.Namespace, output: Output) -> int:
     """Has a job that runs go on with other numbers of servers and workers."""
     if arguments.script is not None or (arguments.servers is None and arguments.workers is None):
@@ -74,7 +84,12 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.num_processes is not None or None in (arguments.servers, arguments.workers):
         raise ContextError("A job with servers needs both numbers, and no -n.", need="--servers N --workers N")
     folder = os.path.abspath(arguments.folder) if arguments.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
-    job = ServedJob(arguments.servers, arguments.mode, arguments.max_staleness, arguments.save_every, folder)
+    default = DEFAULT_SERVERS
+    late, every = (
+        own if given is None else given
+        for given, own in ((arguments.max_staleness, default.max_staleness), (arguments.save_every, default.save_every))
+    )
+    job = ServedJob(arguments.servers, arguments.mode or default.update_mode, late, every, folder)
     script = Script(arguments.script, arguments.arguments, arguments.module, os.getcwd())
     started = Launch(job, arguments.workers, script, arguments.devices_per_process, arguments.address, arguments.timeout)
     outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)

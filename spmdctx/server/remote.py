@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+
+
+class Origin(NamedTuple):
+    """Where a handle comes from: the run of the step that has returned it, the number of the input that it is, and the steps done."""
+
+    owner: object
+    number: int
+    steps: int
 
 
 class RemoteArray:
@@ -15,11 +23,11 @@ class RemoteArray:
     Attributes:
         aval: its type.
         path: of the input of the step that it is.
-        owner: whose state it is: the run of the step that has returned it.
+        origin: what has returned it; None for one that no step has returned.
     """
 
-    def __init__(self, aval: Any, path: str, owner: object, fetch: Callable[[], Any]) -> None:
-        self.aval, self.path, self.owner, self._fetch = aval, path, owner, fetch
+    def __init__(self, aval: Any, path: str, origin: Origin | None, fetch: Callable[[], Any]) -> None:
+        self.aval, self.path, self.origin, self._fetch = aval, path, origin, fetch
 
     @property
     def remote_aval(self) -> Any:
@@ -64,6 +72,26 @@ class RemoteArray:
     def __getitem__(self, index: Any) -> Any:
         return self.fetch()[index]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> jax.Array:
+        return self.fetch()
+
+    def __len__(self) -> int:
+        return len(self.fetch())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.fetch())
+
+    def __bool__(self) -> bool:
+        return bool(self.fetch())
+
+    def __eq__(self, other: object) -> Any:
+        return self.fetch() == fetched(other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.fetch() != fetched(other)
+
+    __hash__ = object.__hash__  # of the handle: it may be a key while its value changes
+
     def __float__(self) -> float:
         return float(self.fetch())
 
@@ -72,6 +100,20 @@ class RemoteArray:
 
     def __repr__(self) -> str:
         return f"RemoteArray({self.path}: {self.aval.str_short()})"
+
+
+def _by_value(name: str) -> Callable[..., Any]:
+    def run(self: RemoteArray, *others: Any) -> Any:
+        return getattr(self.fetch(), name)(*map(fetched, others))
+
+    return run
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"):
+    setattr(RemoteArray, f"__{_name}__", _by_value(f"__{_name}__"))
+    setattr(RemoteArray, f"__r{_name}__", _by_value(f"__r{_name}__"))
+for _name in ("lt", "le", "gt", "ge", "neg", "abs"):
+    setattr(RemoteArray, f"__{_name}__", _by_value(f"__{_name}__"))
 
 
 def fetched(leaf: Any) -> Any:

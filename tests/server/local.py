@@ -55,6 +55,15 @@ class LocalClient:
         for number, shard in enumerate(self._shards):
             self._progress.applied(number, go.generation, shard.version, shard.results)
 
+    def assign(self, go, values):
+        for shard, own in zip(self._shards, values, strict=True):
+            shard.assign(go.version, own)
+
+    def rewind(self, version):
+        """All servers are lost, and come back with a saved state."""
+        self._shards = [Shard(shard.spec, load_held(Path(self.job.folder), version, shard.spec), version) for shard in self._shards]
+        self._progress.rewind(version)
+
     def _renew(self):
         board, changed = {}, threading.Condition()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spmdctx.errors import CommunicationError
+from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
 from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
 from spmdctx.server.engine.server import Pulled, Pushed
@@ -19,6 +19,9 @@ WORKER = "SPMDCTX_PS_WORKER"
 
 NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
 """The number of workers with which the job has begun."""
+
+JOB = "SPMDCTX_PS_JOB"
+"""What `launch` was told of the job: the options of the parameter server by name, as JSON."""
 
 
 class Lost(Exception):
@@ -39,7 +42,7 @@ class Client:
             self._scheduler = own.get_actor(SCHEDULER)
         else:
             connect()
-            self._scheduler = start_scheduler(job)
+            self._scheduler = _new_scheduler(job)
         self._is_launched = WORKER in os.environ
         self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
@@ -183,6 +186,17 @@ class Client:
             raise CommunicationError(
                 "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
             ) from error
+
+
+def _new_scheduler(job: Job) -> Any:
+    try:
+        return start_scheduler(job)
+    except ValueError as error:  # Ray's, of a name that is taken
+        raise UnsupportedError(
+            "This process has servers already: they hold the state of one step, with one set of shapes.",
+            got=str(error),
+            fix="give all batches one shape; train another step in another process",
+        ) from error
 
 
 def num_bytes(values: Any) -> int:

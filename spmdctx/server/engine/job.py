@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import secrets
@@ -12,7 +13,7 @@ from typing import IO, Any, NamedTuple
 
 from spmdctx.errors import CommunicationError
 from spmdctx.server import scale
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
 from spmdctx.server.engine.display import Display
 from spmdctx.server.engine.rays import NAMESPACE, connect, ray
 from spmdctx.server.engine.scheduler import Job, start_scheduler
@@ -88,6 +89,7 @@ class _Running:
     def _add(self) -> None:
         number, self._added = self._added, self._added + 1
         environment = worker_environment(os.environ, number, self._num_parts, self._launch.devices)
+        environment[JOB] = told(self._launch.job)
         resources = {"worker": 0.001} if self._ray.cluster_resources().get("worker") else {}
         actor = self._ray.remote(Worker).options(
             max_restarts=-1,
@@ -174,6 +176,11 @@ class _Running:
         for worker, name, line in rows:
             self._streams[name].write(f"[{worker:{width}}] {line}\n")
             self._streams[name].flush()
+
+
+def told(job: Job) -> str:
+    """Returns a job as the options of the parameter server that would ask for it."""
+    return json.dumps({"update_mode" if name == "mode" else name: value for name, value in job._asdict().items()})
 
 
 def worker_environment(environ: Mapping[str, str], number: int, count: int, devices: int) -> dict[str, str]:

@@ -138,9 +138,9 @@ class Scheduler:
         return Answer(found, self._common if self._progress.mode == "sync" else self._progress.floor)
 
     async def servers(self) -> tuple[int, list[Any]]:
-        """Returns the generation and the actors of the servers, once they are there."""
+        """Returns the generation and the actors of the servers; none where a worker that asks has to divide the step for them first."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._progress.ready or bool(self._progress.failure))
+            await self._changed.wait_for(lambda: self._progress.ready or not self._progress.busy or bool(self._progress.failure))
         return self._progress.generation, self._fleet.servers
 
     async def set_up(self, layout: Layout) -> None:
@@ -273,9 +273,9 @@ class Scheduler:
         if is_over():
             return None
         # What one exchange brings is kept for the step: a server may need it in a later one.
-        self._board.setdefault((key[0], 0), {}).update(values)
+        board = self._board.setdefault((key[0], 0), {})
+        board.update(values)
         await self._notify()
-        board = self._board[key[0], 0]
         async with self._changed:
             await self._changed.wait_for(lambda: is_over() or all(slot in board for slot in awaited))
         return None if is_over() else {slot: board[slot] for slot in awaited}

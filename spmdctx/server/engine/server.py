@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
+
+_LOAD_S = 5.0
 
 
 class Order(NamedTuple):
@@ -127,7 +130,8 @@ class Server:
         shard = self._shard
         if shard is None or not self._is(generation):
             return False
-        await asyncio.to_thread(shard.assign, version, values)
+        async with self._saving:  # rows of tables change in place
+            await asyncio.to_thread(shard.assign, version, values)
         return True
 
     async def pull_rows(self, generation: int, version: int, places: Mapping[int, Any]) -> dict[int, Any] | None:
@@ -154,7 +158,9 @@ class Server:
         None if the generation is over.
         """
         async with self._changed:
-            await self._changed.wait_for(lambda: self._order is not None)
+            # Who asks may have to have this process load first.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait_for(lambda: self._order is not None), _LOAD_S)
         async with self._renewing:
             order, shard = self._order, self._shard
             if order is None or shard is None or order.generation != generation:
@@ -162,8 +168,13 @@ class Server:
             values = await asyncio.to_thread(shard.saved)
             self._applied = {task for task in self._applied if task[0] >= floor}
             applied = tuple(sorted(self._applied))
+            if shard.tables:  # rows change in place: they are written before the next update
+                return Snapshot(await self._written(order, shard, version, values), applied)
+        return Snapshot(await self._written(order, shard, version, values), applied)
+
+    async def _written(self, order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> str:
         async with self._saving:
-            return Snapshot(await asyncio.to_thread(_saved, order, shard, version, self._number, values), applied)
+            return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
 
     def _is(self, generation: int) -> bool:
         return self._order is not None and self._order.generation == generation

@@ -59,7 +59,7 @@ class Cut:
         pulled: those of them that workers read.
         home: the server of each held array; scalars are on all.
         servers: what each does.
-        constants: results of the step that do not depend on servers: literals, or inputs that it gives back.
+        constants: results of the step that do not depend on servers: literals, or inputs that it gives back and that are no state.
         rows: its tables, which all servers hold by rows.
         scalars: for each of them, the slots of the scalars that renew its rows.
     """
@@ -112,7 +112,7 @@ class _Cutter:
         early = variables(around.loss.invars)
         read = set(early) | {var for eqn in needed(around.before, early) for var in variables(eqn.invars)}
         makers = {number: [number_of for number_of in held if home.get(number_of, number) == number] for number in range(self._count)}
-        results, constants = self._results(rounds)
+        results, constants = self._results(rounds, held, home)
         traffic = _Traffic(rounds, {number: {f"in/{one}" for one in own} for number, own in makers.items()})
         servers = tuple(
             self._part(number, rounds, traffic, {one: held[one] for one in makers[number]}, results.get(number, {}))
@@ -183,9 +183,11 @@ class _Cutter:
                 readers.setdefault(var, set()).add(found[place])
         return found
 
-    def _results(self, rounds: Sequence[Sequence[ServerProgram | None]]) -> tuple[dict[int, dict[int, str]], dict[int, Any]]:
+    def _results(
+        self, rounds: Sequence[Sequence[ServerProgram | None]], held: Mapping[int, str], home: Mapping[int, int]
+    ) -> tuple[dict[int, dict[int, str]], dict[int, Any]]:
         """Returns, by server, the slots of the results that are no next value of state, and the results that need no server."""
-        made_on: dict[str, int] = {}
+        made_on = {f"in/{number}": home.get(number, 0) for number in held}
         for programs in rounds:
             for server, program in enumerate(programs):
                 made_on |= dict.fromkeys((slot for slot in (program.outputs if program else ()) if slot not in made_on), server)
@@ -196,7 +198,7 @@ class _Cutter:
             if leaf.carried_from is not None:
                 continue
             slot = self._slot(atom)
-            if not slot or slot.startswith("in/"):
+            if not slot or (slot.startswith("in/") and slot not in made_on):
                 constants[number] = atom
             else:
                 results.setdefault(made_on.get(slot, 0), {})[number] = slot

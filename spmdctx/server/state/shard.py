@@ -128,10 +128,14 @@ class Shard:
         self._take_over(held, touched)
 
     def assign(self, version: int, values: Mapping[str, Any]) -> None:
-        """Takes over arrays in place of those of a version; later ones stay as they are."""
+        """Takes over arrays in place of those of a version, of tables this server's rows; later ones stay as they are."""
         with self._lock:
-            if version == self.version:
-                self.values = {**self.values, **{slot: jnp.asarray(value) for slot, value in values.items()}}
+            if version != self.version:
+                return
+            for table in self.tables:
+                table.assign(version, {slot: value for slot, value in values.items() if slot in table.spec.held})
+            own = {slot: jnp.asarray(value) for slot, value in values.items() if slot in self.spec.held}
+            self.values = {**self.values, **own}
 
     def pull(self, slots: Sequence[str], version: int | None = None) -> tuple[int, list[np.ndarray[Any, Any]]] | None:
         """Returns the version and arrays as they are now, or those of a version: the present one or the one before, else None.
@@ -160,7 +164,7 @@ class Shard:
         return found
 
     def _of_tables(self, slot: str) -> np.ndarray[Any, Any]:
-        return next(table.arrays()[slot].copy() for table in self.tables if slot in table.spec.held)
+        return next(table.read(slot) for table in self.tables if slot in table.spec.held)
 
     def saved(self) -> Values:
         """Returns the arrays as they are now, by slot; those of tables change with the next update."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -60,6 +61,26 @@ class RowTable:
                 self._catch_up(np.flatnonzero(self._last < self.version), self.version)
             self._first, self._past = self.version, []
         return self._arrays
+
+    def read(self, slot: str) -> Array:
+        """Returns a copy of an array, all rows as they are after the last update; others may still read the version before."""
+        with self._lock:
+            if self._last is None:
+                return self._arrays[slot].copy()
+            own = copy.copy(self)
+            own._arrays = {name: rows.copy() for name, rows in self._arrays.items()}
+            own._last = self._last.copy()
+            own._catch_up(np.flatnonzero(own._last < own.version), own.version)
+            return own._arrays[slot]
+
+    def assign(self, version: int, arrays: Mapping[str, Array]) -> None:
+        """Takes over rows in place of all those of a version, by slot; what others have missed before is done first."""
+        with self._lock:
+            if not arrays or version != self.version:
+                return
+            self.arrays()
+            for slot, rows in arrays.items():
+                self._arrays[slot][:] = rows
 
     def pull(self, places: Array, version: int | None = None) -> Array | None:
         """Returns rows of the table as they are now, or in a version: the present one or the one before, else None.

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
-from spmdctx.lowering.compile import JitOptions, jit_program
+from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
@@ -44,6 +45,19 @@ class FetchingEntry(Entry):
         """Runs the step on this worker's devices; the user's objects keep their handles."""
         self._handles = read.leaves
         return super().run(read._replace(leaves=[fetched(leaf) for leaf in read.leaves]))
+
+    @cached_property
+    def direct(self) -> None:
+        """None: JAX takes no handles."""
+        return None
+
+    def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Runs the step on leaves, or on their values where servers hold them."""
+        return super().execute([fetched(leaf) for leaf in leaves])
+
+    def gathered(self, leaves: Sequence[Any]) -> list[Any]:
+        """Returns the leaves with the values that servers hold."""
+        return [fetched(leaf) for leaf in leaves]
 
     def _placed(self, read: Read) -> list[Any]:
         placed = super()._placed(read)
@@ -87,12 +101,15 @@ class ServedEntry(Entry):
         return replace(planned, plan=served_plan(planned.plan, server_loads(self.step, self.cut), self.step.loss.num_parts, workers))
 
     @cached_property
-    def program(self) -> Any:
-        """The jitted program of one part."""
+    def program(self) -> CompiledProgram:
+        """The jitted program of one part; what the step itself takes and gives is whole on each of this worker's devices."""
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         options = JitOptions((), self.compiler_options, self.captured.name)
-        return jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+        part = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+        whole = NamedSharding(part.mesh, PartitionSpec())
+        captured = self.captured
+        return replace(part, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs))
 
     @cached_property
     def direct(self) -> None:
@@ -104,7 +121,7 @@ class ServedEntry(Entry):
         """This worker's steps, connected to the servers."""
         self.environment.check_running()
         own = self.environment.context.servers
-        folder = own.folder or tempfile.mkdtemp(prefix="spmdctx-ps-")
+        folder = os.path.abspath(own.folder) if own.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
         return ServedRun(self.step, self.part, self.program.jitted, client)
 
@@ -141,5 +158,13 @@ class ServedEntry(Entry):
         return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
     def run(self, read: Read) -> Any:
-        """Does the next step."""
+        """Does the next step.
+
+        Raises:
+            UnsupportedError: the step is called inside of jit, grad or vmap.
+        """
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+            raise UnsupportedError(
+                f"{self.captured.name} is called inside of jit, grad or vmap, and its state lies on servers.", fix="call it outside of them"
+            )
         return self.structure.finish(read.handle, self.served.run(read.leaves))

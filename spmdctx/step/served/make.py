@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.context.state import AutoParallelContext
+from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
@@ -16,10 +19,13 @@ from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
 from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 
 _SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
+
+_FILES = ("strategy_ckpt_load_file", "strategy_ckpt_save_file")
 
 _VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
@@ -48,12 +54,37 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
             fix='parallel_mode="semi_auto_parallel", whose workers split their part of the batch over their devices',
         )
     if not num_losses(target, call, static, settings):
-        return FetchingEntry(capture_step(target, call, static, settings), around, notes)
+        captured = capture_step(target, call, static, settings)
+        return FetchingEntry(replace(captured, warnings=(*captured.warnings, *_alone(captured))), around, notes)
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
-    own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}))
+    job = json.loads(os.environ.get(JOB, "{}"))
+    own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
     step = with_tables(capture_served(target, call, static, own, parts))
     check_results(step.captured)
+    warnings = (*step.captured.warnings, *_unheeded(context, job))
+    step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+
+
+def _alone(captured: Captured) -> list[str]:
+    """Returns what to say of a step that renews state and has nothing that servers could do."""
+    body = captured.jaxpr.jaxpr
+    for result, leaf in zip(body.outvars, captured.outputs, strict=True):
+        if leaf.carried_from is not None and result is not body.invars[leaf.carried_from]:
+            path = captured.inputs[leaf.carried_from].path
+            return [f"{captured.name} has no loss of spmdctx.value_and_grad: each worker renews {path} by itself."]
+    return []
+
+
+def _unheeded(context: AutoParallelContext, job: Mapping[str, Any]) -> list[str]:
+    """Returns what to say of options that have no effect: those of a job that was launched otherwise, and files of plans."""
+    servers, is_planned = context.servers, context.parallel_mode != "stand_alone"
+    found = [f"{name} has no effect on a step on servers." for name in _FILES if is_planned and getattr(context, name)]
+    for name in sorted(servers.explicit & job.keys()):
+        own = os.path.abspath(servers.folder) if name == "folder" else getattr(servers, name)
+        if own != job[name]:
+            found.append(f"{name}={shown(own)} has no effect in this script: spmdctx launch has started the job with {shown(job[name])}.")
+    return found
 
 
 def _check_roles(environ: Mapping[str, str]) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -21,9 +22,9 @@ from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import Crossing, crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.row_ids import RowReader, interleaved, places_on
-from spmdctx.server.program.spec import fingerprint, raw, server_specs, typed
+from spmdctx.server.program.spec import fingerprint, is_key, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
-from spmdctx.server.remote import RemoteArray, fetched
+from spmdctx.server.remote import Origin, RemoteArray, fetched
 from spmdctx.server.state.folder import row_pieces, save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
 
@@ -73,6 +74,9 @@ class ServedRun:
             self._assigned[step] = replaced
         self._kept[step] = {number: _own(leaf) for number, leaf in enumerate(leaves) if number not in self._carried}
         done = self._until_done(step)
+        if step == 0:
+            # Servers have the state: it need not lie here as well.
+            self._first = [leaf if isinstance(leaf, RemoteArray) else None for leaf in leaves]
         self._number += 1
         for kept in (self._kept, self._assigned):
             for number in [number for number in kept if number < self._client.kept_from]:
@@ -80,12 +84,28 @@ class ServedRun:
         return self._results(done, leaves)
 
     def _replaced(self, leaves: Sequence[Any]) -> dict[int, Any]:
-        """Returns the arrays that the user has put in place of handles since the last step, by the number of the input."""
-        return {
-            number: _own(leaves[number])
-            for number in sorted(self._carried)
-            if not isinstance(leaves[number], RemoteArray) or leaves[number].owner is not self
-        }
+        """Returns the arrays that the user has put in place of handles since the last step, by the number of the input.
+
+        Raises:
+            UnsupportedError: one is the handle of an earlier step, whose value servers have no more.
+        """
+        found = {}
+        for number in sorted(self._carried):
+            leaf = leaves[number]
+            origin = leaf.origin if isinstance(leaf, RemoteArray) else None
+            if origin is None or origin.owner is not self:
+                found[number] = _own(leaf)
+                continue
+            if origin.steps != self._number:
+                raise UnsupportedError(
+                    "Servers hold the newest state alone, and the step got a handle that an earlier call has returned.",
+                    where=self._step.captured.inputs[number].path,
+                    got=f"{leaf.path} after {origin.steps} steps, and {self._number} are done",
+                    fix="copy what may be needed again, such as jax.tree.map(np.asarray, state), and give the copy",
+                )
+            if origin.number != number:
+                found[number] = _own(leaf.fetch())
+        return found
 
     def _check_replaced(self, replaced: Mapping[int, Any]) -> None:
         if self._client.job.mode == "async":
@@ -105,7 +125,11 @@ class ServedRun:
         """
         values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
         if values:
-            self._client.assign(go, [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers])
+            own = [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers]
+            by_rows = values.keys() & (frozenset[int]() if self._step.tables is None else self._step.tables.held)
+            for server, given in enumerate(own):
+                given.update({f"in/{one}": values[one][server :: len(own)] for one in sorted(by_rows)})
+            self._client.assign(go, own)
             self._held = self._ahead = None
 
     @property
@@ -227,21 +251,26 @@ class ServedRun:
         return found
 
     def _handle(self, number: int, aval: Any) -> RemoteArray:
-        path = self._step.captured.inputs[number].path
-        return RemoteArray(aval, path, self, lambda: typed(jnp.asarray(self._read(number)), aval))
+        path, origin = self._step.captured.inputs[number].path, Origin(self, number, self._number)
+        return RemoteArray(aval, path, origin, lambda: typed(jnp.asarray(self._read(number)), aval))
 
     def _read(self, number: int) -> Any:
         """Returns an array as its server has it now, after all steps that this worker has seen."""
+        client, is_sync = self._client, self._client.job.mode == "sync"
+        least, asks = self._number if is_sync else 0, is_sync
         while True:
-            if self._client.job.mode == "sync":
+            if asks:
                 self._until_done(self._number - 1)
             try:
-                least = self._number if self._client.job.mode == "sync" else 0
-                if self._step.tables is not None and number in self._step.tables.held:
-                    servers = range(self._client.num_servers)
-                    return interleaved([self._client.latest(least, f"in/{number}", partial(_first, own)) for own in servers])
-                return self._client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
+                if self._step.tables is None or number not in self._step.tables.held:
+                    return client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
+                count = client.num_servers
+                pieces = [client.latest(least, f"in/{number}", partial(_first, own)) for own in range(count)]
+                if client.num_servers == count:
+                    return interleaved(pieces)
             except Lost:
+                # Servers may be there only when this worker has divided the step for them.
+                asks = True
                 time.sleep(_LOST_S)
 
 
@@ -251,5 +280,7 @@ def _first(server: int, num_servers: int) -> int:
 
 
 def _own(leaf: Any) -> Any:
-    """Returns a copy of an array that the user may change."""
-    return np.array(leaf) if isinstance(leaf, np.ndarray) else leaf
+    """Returns an array that the user may change, donate or have placed anywhere, as one that stays."""
+    if isinstance(leaf, np.ndarray):
+        return np.array(leaf)
+    return np.asarray(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf.dtype) else leaf

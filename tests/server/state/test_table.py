@@ -98,3 +98,14 @@ def test_rows_lie_in_files_for_any_number_of_servers(tmp_path, monkeypatch, bloc
     assert read_rows(files[:2], Piece("a/b", 0, 1)) is None
     assert read_rows(files, Piece("a", 0, 1)) is None
     assert piece_of(Piece("a#rows 1 of 2", 1, 2).name) == Piece("a#rows 1 of 2", 1, 2)
+
+
+def test_reading_a_table_leaves_the_version_before_to_those_who_need_it():
+    table, _ = table_of(momentum, is_still=False)
+    renewed(table, [Rows(np.arange(COUNT), np.ones((COUNT, 2), np.float32))], 0.5)
+    before = table.pull(np.asarray([3])).copy()
+    renewed(table, [Rows(np.asarray([7]), np.ones((1, 2), np.float32))], 0.5)
+    whole = table.read("in/0")
+    np.testing.assert_array_equal(table.pull(np.asarray([3]), 1), before)
+    np.testing.assert_array_equal(whole, table.arrays()["in/0"])
+    assert not np.array_equal(whole[3], before[0])
