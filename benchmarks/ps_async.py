@@ -81,7 +81,8 @@ def train(steps: int, size: int) -> None:
 
 def launched(mode: str, options: argparse.Namespace, steps: int, size: int) -> tuple[float, dict[str, Any]]:
     """Returns the loss, and what `launch` says."""
-    flags = ["--servers", options.servers, "--workers", options.workers, "--mode", mode, "--max-staleness", options.max_staleness]
+    flags = ["--servers", options.servers, "--workers", options.workers, "--mode", mode]
+    flags += ["--max-staleness", options.max_staleness] if mode == "async" else []
     script = ["-m", "benchmarks.ps_async", "--train", steps, size]
     command = [sys.executable, "-m", "spmdctx", "launch", "--json", "--timeout", 300, *flags, *script]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})

@@ -83,6 +83,10 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     """Runs a script on workers, with servers."""
     if arguments.num_processes is not None or None in (arguments.servers, arguments.workers):
         raise ContextError("A job with servers needs both numbers, and no -n.", need="--servers N --workers N")
+    if arguments.address is not None and arguments.folder is None:
+        raise ContextError("On a cluster, states need a folder that all its machines see.", need="--folder FOLDER")
+    if arguments.max_staleness is not None and arguments.mode != "async":
+        raise ContextError("Workers that wait for each other are never late.", got="--max-staleness", need="--mode async")
     folder = os.path.abspath(arguments.folder) if arguments.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
     default = DEFAULT_SERVERS
     late, every = (

@@ -77,6 +77,7 @@ class _Running:
         except (ConnectionError, ValueError) as error:
             raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
         self._ray = ray()
+        self._num_gpus = gpus_of_worker(os.environ, int(self._ray.cluster_resources().get("GPU", 0)), launch.num_workers, launch.devices)
         self._scheduler = start_scheduler(launch.job)
         self._runs: dict[Any, int] = {}
         self._said = self._added = 0
@@ -95,6 +96,7 @@ class _Running:
             max_restarts=-1,
             max_task_retries=-1,
             num_cpus=0,
+            num_gpus=self._num_gpus,
             resources=resources,
             scheduling_strategy="SPREAD",
             runtime_env={"env_vars": environment},
@@ -181,6 +183,24 @@ class _Running:
 def told(job: Job) -> str:
     """Returns a job as the options of the parameter server that would ask for it."""
     return json.dumps({"update_mode" if name == "mode" else name: value for name, value in job._asdict().items()})
+
+
+def gpus_of_worker(environ: Mapping[str, str], num_gpus: int, num_workers: int, devices: int) -> int:
+    """Returns how many GPUs of the cluster each worker has; none where JAX is told to use CPUs.
+
+    Raises:
+        CommunicationError: the cluster has GPUs, but too few; Ray would wait for more.
+    """
+    if num_gpus == 0 or environ.get("JAX_PLATFORMS", "") == "cpu":
+        return 0
+    if num_gpus < num_workers * devices:
+        raise CommunicationError(
+            "The cluster has fewer GPUs than the workers need.",
+            got=f"{num_gpus}",
+            need=f"{num_workers} workers with {devices} each",
+            fix="fewer --workers or --devices-per-process, or JAX_PLATFORMS=cpu",
+        )
+    return devices
 
 
 def worker_environment(environ: Mapping[str, str], number: int, count: int, devices: int) -> dict[str, str]:
