@@ -33,9 +33,9 @@ print("count", int(jax.tree.leaves(state[1])[0]), "loss", float(value))
 
 def launched(script, folder, steps):
     command = [sys.executable, "-m", "spmdctx", "launch", "--json", "--servers", "2", "--workers", "2", "--mode", "async"]
-    command += ["--max-staleness", "1", "--save-every", "4", "--timeout", "60", "--folder", str(folder), str(script), str(steps)]
+    command += ["--max-staleness", "1", "--save-every", "4", "--timeout", "120", "--folder", str(folder), str(script), str(steps)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=90, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=150, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
 
