@@ -66,7 +66,7 @@ def crossing_of(step: ServedStep, cut: Cut) -> Crossing:
     body = around.jaxpr.jaxpr
     slot_of = slots_of(around, cut.rows.slot_of)
     wanted = {slot for server in cut.servers for own in server.awaits for slot in own}
-    if step.tables is not None and wanted:
+    if cut.rows.tables and wanted:
         raise UnsupportedError(
             "Servers that do not wait for each other cannot cut tables by rows where values of all arrays meet, such as a global norm.",
             where=step.loss.where,

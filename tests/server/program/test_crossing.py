@@ -136,3 +136,22 @@ def test_a_plan_of_async_refuses_what_cannot_cross():
     step = spmdctx.parallel(step_of(tx), parallel_mode="stand_alone")
     with pytest.raises(UnsupportedError, match="the update combines state"):
         step.plan((parameters(), tx.init(parameters())), batch())
+
+
+def test_what_is_no_table_in_the_end_does_not_keep_norms_from_workers():
+    def loss(params, ids):
+        return (params["few"][ids] @ params["tower"]).mean() ** 2
+
+    def step(state, ids):
+        params, own = state
+        value, grads = spmdctx.value_and_grad(loss)(params, ids)
+        updates, own = tx.update(grads, own, params)
+        return (optax.apply_updates(params, updates), own), value
+
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    params = {"few": jnp.ones((600, 4)), "tower": jnp.ones((4, 2))}
+    spmdctx.set_ps_context(enable_ps=True, num_servers=2)
+    served = spmdctx.parallel(step, parallel_mode="stand_alone", grad_accumulation_step=2, batch_argnames="ids")
+    entry = served._entry_of(((params, tx.init(params)), jnp.arange(8)), {})
+    assert any("crosses whole" in note for note in entry.plan.notes)
+    assert crossing_of(entry.step, entry.cut).outputs
