@@ -129,8 +129,7 @@ def main() -> int:
     if processes and arguments.only != "nodes":
         whole = undisturbed(len(processes))
         with train(len(processes)) as job:
-            killer = lambda kind: partial(job.kill, kind, rng.randrange(3))  # noqa: E731
-            right = report("processes", suffer(job, processes, rng, killer), job, whole)
+            right = report("processes", suffer(job, processes, rng, lambda kind: partial(job.kill, kind, rng.randrange(3))), job, whole)
     if nodes and arguments.only != "processes":
         whole = undisturbed(len(nodes))
         with cluster() as (address, killer), train(len(nodes), "--address", address) as job:

@@ -93,6 +93,8 @@ def checked_server_options(options: Mapping[str, Any]) -> dict[str, Any]:
         TypeError: a value of a wrong type.
         UnsupportedError: an option that has no counterpart.
     """
+    for name in options:
+        _check_known(name, "Set")
     found = checked(options, PS_BY_NAME)
     if found.get("config_file_path"):
         found = {"folder": _recovery_folder(found["config_file_path"]), **found}
@@ -105,7 +107,19 @@ def find_server_option(key: Any) -> Option:
     Raises:
         ContextError: there is none.
     """
+    _check_known(key, "Get")
     return find(key, "Get", PS_BY_NAME)
+
+
+def _check_known(key: Any, verb: str) -> None:
+    """Refuses a name that is none of these options, with those that are; `find` refuses what is no name.
+
+    Raises:
+        ContextError: there is no such option.
+    """
+    if isinstance(key, str) and key not in PS_BY_NAME:
+        fix = values.nearest(key, PS_BY_NAME) or f"the options are {', '.join(PS_BY_NAME)}"
+        raise ContextError(f"{verb} PS context keyword {shown(key)} is not recognized.", fix=fix)
 
 
 def _recovery_folder(path: str) -> str:

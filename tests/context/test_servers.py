@@ -52,6 +52,12 @@ def test_getting_what_is_unknown_names_the_nearest():
         spmdctx.get_ps_context("enable_p")
 
 
+@pytest.mark.parametrize("use", [lambda: spmdctx.get_ps_context("q"), lambda: spmdctx.set_ps_context(q=1)], ids=["get", "set"])
+def test_a_name_that_is_near_none_lists_the_options(use):
+    with pytest.raises(ContextError, match=r"(?s)PS context keyword 'q' is not recognized.*enable_ps, .*folder"):
+        use()
+
+
 @pytest.mark.parametrize("key", ["storage_file_path", "storge_file_path"])
 def test_a_file_of_the_original_names_the_folder(tmp_path, key):
     path = tmp_path / "config.json"

@@ -4,11 +4,28 @@ import threading
 from pathlib import Path
 
 import jax
+import pytest
 
+from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.engine.server import Pulled
 from spmdctx.server.state.folder import SavedState, complete, load_held, shard_name, state_folder
 from spmdctx.server.state.progress import Progress
 from spmdctx.server.state.shard import Shard
+from spmdctx.step.served import entry
+
+
+def undisturbed(num_parts, num_steps, made, digest):
+    """The losses, to the bit, and the digest of the last state of a job with no engine; `made` gives its step, first state and batches."""
+    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
+        patch.setenv(WORKER, "0")
+        patch.setenv(NUM_WORKERS, str(num_parts))
+        patch.setattr(entry, "Client", LocalClient)
+        step, state, batch = made()
+        losses = {}
+        for number in range(num_steps):
+            state, loss = step(state, batch(number))
+            losses[number] = {float(loss).hex()}
+        return losses, digest(state)
 
 
 class LocalClient:

@@ -56,7 +56,17 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         own.init(address=address or "local", **options)
 
 
-def end_with_ray() -> None:
+def join_job() -> tuple[Any, str]:
+    """Returns the scheduler of this actor's job, and what tells this process from the next one of the actor.
+
+    Ray does not make arguments of a constructor again, so the scheduler is found by its name.
+    """
+    own = ray()
+    _end_with_ray()
+    return own.get_actor(SCHEDULER), str(own.get_runtime_context().get_worker_id())
+
+
+def _end_with_ray() -> None:
     """Ends this process when the one of Ray that has started it is gone; without it, one that is busy goes on for a while."""
     parent = os.getppid()
 
@@ -72,7 +82,7 @@ def _silence() -> None:
     """Keeps what Ray prints of processes that are lost out of the output of a job, which outlives them; Ray has no option for it."""
     inside = importlib.import_module("ray._private.worker")
     if hasattr(inside, "print_to_stdstream"):
-        inside.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]
+        inside.print_to_stdstream = lambda *_, **__: None  # type: ignore[attr-defined]  # it is private
 
 
 _STORE_BYTES = 512 << 20

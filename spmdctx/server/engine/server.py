@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
+from spmdctx.server.engine.rays import join_job, ray
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
@@ -63,10 +63,8 @@ class Server:
     """
 
     def __init__(self, number: int) -> None:
-        # Ray does not make arguments of a constructor again: the scheduler is found by its name.
-        self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
-        self._life: str = ray().get_runtime_context().get_worker_id()
-        end_with_ray()
+        self._number = number
+        self._scheduler, self._life = join_job()
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from spmdctx.server.engine.rays import SCHEDULER, end_with_ray, ray
+from spmdctx.server.engine.rays import join_job, ray
 from spmdctx.server.state.presence import BEAT_S
 
 _MOST_LINES = 200
@@ -40,11 +40,9 @@ class Worker:
     """
 
     def __init__(self, number: int) -> None:
-        # Ray does not make arguments of a constructor again: the scheduler is found by its name.
-        self._number, self._scheduler = number, ray().get_actor(SCHEDULER)
-        self._life: str = ray().get_runtime_context().get_worker_id()
+        self._number = number
+        self._scheduler, self._life = join_job()
         self._ended = threading.Event()
-        end_with_ray()
         ray().get(self._scheduler.begin.remote(number, self._life))
         threading.Thread(target=self._beat, daemon=True).start()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is an extra")
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys

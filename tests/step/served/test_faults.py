@@ -10,29 +10,21 @@ import pytest
 
 from benchmarks import ps_work
 from benchmarks.ps_jobs import Running
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.scale import scale
-from spmdctx.step.served import entry
-from tests.server.local import LocalClient
+from tests.server import local
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is an extra")
 STEPS = 60
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
     """The losses and the last state of a job with no engine, whose steps have three parts."""
-    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
-        patch.setenv(WORKER, "0")
-        patch.setenv(NUM_WORKERS, "3")
-        patch.setattr(entry, "Client", LocalClient)
-        step, state, batch = ps_work.made()
-        losses = {}
-        for number in range(STEPS):
-            state, loss = step(state, batch(number))
-            losses[number] = {float(loss).hex()}
-        digest = hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)))
-    return losses, digest.hexdigest()
+    return local.undisturbed(3, STEPS, ps_work.made, digest_of)
+
+
+def digest_of(state):
+    return hashlib.sha256(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state))).hexdigest()
 
 
 def run(folder, *arguments):

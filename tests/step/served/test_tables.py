@@ -1,32 +1,19 @@
 """Tables that servers make and hold by rows, in a job that is scaled and loses a server."""
 
-import jax
 import pytest
 
 from benchmarks.ps_jobs import Running
-from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.scale import scale
-from spmdctx.step.served import entry
-from tests.server import tables
-from tests.server.local import LocalClient
+from tests.server import local, tables
 
-pytest.importorskip("ray")
+pytest.importorskip("ray", reason="Ray is an extra")
 STEPS = 20
 
 
 @pytest.fixture(scope="module")
 def undisturbed():
     """The losses and the last state of a job with no engine, whose steps have two parts."""
-    with pytest.MonkeyPatch.context() as patch, jax.enable_x64(True):
-        patch.setenv(WORKER, "0")
-        patch.setenv(NUM_WORKERS, "2")
-        patch.setattr(entry, "Client", LocalClient)
-        step, state = tables.made()
-        losses = {}
-        for number in range(STEPS):
-            state, loss = step(state, tables.batch(number))
-            losses[number] = {float(loss).hex()}
-        return losses, tables.digest(state)
+    return local.undisturbed(2, STEPS, lambda: (*tables.made(), tables.batch), tables.digest)
 
 
 def test_rows_leave_no_trace_of_losses_and_scaling(tmp_path, undisturbed):
