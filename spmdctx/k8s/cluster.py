@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -35,22 +36,11 @@ class Cluster:
 
     def __init__(self, context: str = "", namespace: str = "") -> None:
         self._client = _import("kubernetes.client")
-        config = _import("kubernetes.config")
-        own = ""
-        try:
-            config.load_kube_config(context=context or None)
-            contexts, active = config.list_kube_config_contexts()
-            chosen = next((one for one in contexts if one["name"] == context), active)
-            own = str(chosen["context"].get("namespace") or "")
-        except config.ConfigException as error:
-            try:
-                config.load_incluster_config()
-            except config.ConfigException:
-                raise CommunicationError(
-                    "Nothing says where the cluster is.", got=str(error).splitlines()[0], fix="KUBECONFIG=FILE, or --context NAME"
-                ) from None
+        settings, own = _settings(context)
+        settings.retries = 0  # each would be a warning of the library's
         self.namespace = namespace or own or "default"
-        self._objects, self._core = self._client.CustomObjectsApi(), self._client.CoreV1Api()
+        connection = self._client.ApiClient(settings)
+        self._objects, self._core = self._client.CustomObjectsApi(connection), self._client.CoreV1Api(connection)
 
     def submit(self, objects: Sequence[Mapping[str, Any]], *, dry_run: bool = False) -> list[str]:
         """Creates objects; returns their kinds and names.
@@ -203,6 +193,25 @@ def _message(error: Any) -> str:
         return str(importlib.import_module("json").loads(error.body)["message"])[:400]
     except (ValueError, TypeError, KeyError):
         return str(error.reason)[:200]
+
+
+def _settings(context: str) -> tuple[Any, str]:
+    """Returns how the cluster is reached, and the namespace of the context."""
+    config, settings = _import("kubernetes.config"), _import("kubernetes.client").Configuration()
+    files = os.environ.get("KUBECONFIG") or None
+    try:
+        config.load_kube_config(files, context or None, settings)
+        contexts, active = config.list_kube_config_contexts(files)
+        chosen = next((one for one in contexts if one["name"] == context), active)
+        return settings, str(chosen["context"].get("namespace") or "")
+    except config.ConfigException as error:
+        try:
+            config.load_incluster_config(settings)
+        except config.ConfigException:
+            raise CommunicationError(
+                "Nothing says where the cluster is.", got=str(error).splitlines()[0], fix="KUBECONFIG=FILE, or --context NAME"
+            ) from None
+        return settings, ""
 
 
 def _import(name: str) -> Any:

@@ -22,8 +22,6 @@ _LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
 _SECRET_KEY = re.compile(r"[-._A-Za-z0-9]+")
 
 _LONGEST_LABEL, _LONGEST_OBJECT = 63, 253
-_SUFFIX = 6
-"""Letters that Kubernetes adds to the name of a pod, which JobSet's webhook counts."""
 _LONGEST_RAY_JOB = 47
 _OWN_VARIABLES = ("SPMDCTX_", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES", "RAY_", "FQ_RAY_IP")
 _OWN_LABELS = ("app.kubernetes.io/", "jobset.sigs.k8s.io/", "kueue.x-k8s.io/queue-name", "ray.io/", "trainer.kubeflow.org/")
@@ -77,7 +75,7 @@ def longest_name(options: JobOptions) -> str:
     role = {JOBSET: "workers", TRAINER: "node"}.get(options.operator)
     if role is None:
         return options.name
-    return f"{options.name}-{role}-{options.slices - 1}-{max(0, options.pods_per_slice - 1)}{'-abcde'[:_SUFFIX]}"
+    return f"{options.name}-{role}-{options.slices - 1}-{max(0, options.pods_per_slice - 1)}-abcde"
 
 
 def _check_counts(options: JobOptions) -> None:

@@ -76,7 +76,7 @@ def convert(data: Mapping[str, Any], changes: Changes = Changes()) -> Converted:
         _fill(job, "Worker", template, options)
         main = template["spec"]["containers"][0]
         main.pop("command")
-        main |= {name: list(job.worker.main[name]) for name in ("command", "args") if job.worker.main.get(name)}
+        main |= {name: job.worker.words(name) for name in ("command", "args") if job.worker.words(name)}
         if job.worker.restart in ("Never", ""):
             made[0]["spec"]["failurePolicy"] = {"maxRestarts": options.restarts or 0}
         if job.policy.get("suspend") is True:
@@ -137,11 +137,11 @@ def _claim(job: MSJob, changes: Changes) -> tuple[str, str]:
     default = Pods().checkpoint_path
     if changes.claim:
         return changes.claim, changes.checkpoint_path or default
-    volumes = {one.get("name"): one for one in job.worker.pod.get("volumes") or []}
-    for mount in job.worker.main.get("volumeMounts") or []:
-        source = (volumes.get(mount.get("name")) or {}).get("persistentVolumeClaim")
-        if source and not source.get("readOnly") and not mount.get("readOnly") and not mount.get("subPath"):
-            return str(source["claimName"]), str(mount["mountPath"])
+    volumes = {one["name"]: one for one in job.worker.volumes}
+    for mount in job.worker.mounts:
+        claim = job.worker.claim(volumes.get(mount["name"], {}))
+        if claim and not mount.get("readOnly") and not mount.get("subPath"):
+            return claim, str(mount["mountPath"])
     return "", changes.checkpoint_path or default
 
 
@@ -151,7 +151,7 @@ def _script(worker: Role) -> tuple[str, ...]:
     Raises:
         UnsupportedError: the command is no call of Python.
     """
-    words = [str(word) for word in [*(worker.main.get("command") or []), *(worker.main.get("args") or [])]]
+    words = [*worker.words("command"), *worker.words("args")]
     folder = ""
     if words and os.path.basename(words[0]) in _SHELLS and len(words) > 2 and re.fullmatch(r"-\w*c", words[1]):
         text = words[2].strip()
@@ -190,6 +190,7 @@ def _say_general(job: MSJob, options: JobOptions, changes: Changes) -> None:
     notes = job.notes
     if not changes.image:
         notes.append(f"The image {options.image} must have JAX and spmdctx: --image names another.")
+    notes.append("The script must use JAX: scripts for MindSpore do not run as they are.")
     if "Scheduler" in job.roles and not options.has_servers:
         notes.append("Scheduler: process 0 does its work, so no pod of its own is made.")
     notes.append("The root file system cannot be written: results belong into /tmp or a volume.")
@@ -220,18 +221,31 @@ def _say_general(job: MSJob, options: JobOptions, changes: Changes) -> None:
 
 def _fill(job: MSJob, role: str, template: Manifest, options: JobOptions) -> None:
     """Puts what a role says about its pods into a template."""
-    found, notes = job.roles[role], job.notes
+    found = job.roles[role]
     spec, main = template["spec"], template["spec"]["containers"][0]
     template["metadata"]["labels"] = {**found.labels, **template["metadata"]["labels"]}
+    _keep_fields(job, role, spec, main)
+    main["env"] = _variables(job, role, main["env"], found.variables)
+    _add_volumes(job, role, spec, main)
+    own = _resources(found, options, role)
+    main |= {"resources": own} if own else {}
+    if spec.get("nodeSelector") and options.device not in (CPU, *found.devices):
+        job.notes.append(f"{role}: nodeSelector stays as it is; see that such nodes have {options.device}.")
+    for other in found.others:
+        if options.has_servers:
+            spec["containers"].append(dict(other))
+            continue
+        # A job ends when its containers have ended; a sidecar is stopped with the last of them.
+        job.notes.append(f"{role}: the container {other['name']} becomes a sidecar, which ends with the process (Kubernetes 1.29).")
+        spec["initContainers"] = [*spec.get("initContainers", []), {**other, "restartPolicy": "Always"}]
+
+
+def _keep_fields(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
+    """Takes over fields of the pod and of its container that mean the same, and names the others."""
+    found, notes = job.roles[role], job.notes
     for name, value in found.pod.items():
         if name in _KEPT_IN_POD:
-            spec[name] = (
-                [*spec.get(name, []), *value]
-                if isinstance(value, list)
-                else {**spec.get(name, {}), **value}
-                if isinstance(value, dict)
-                else value
-            )
+            spec[name] = _joined(spec.get(name), value)
         elif name not in _REPLACED_IN_POD:
             notes.append(f"{role}: {name} of the pod is left out.")
         elif name in ("securityContext", "serviceAccountName", "priorityClassName"):
@@ -242,22 +256,20 @@ def _fill(job: MSJob, role: str, template: Manifest, options: JobOptions) -> Non
         elif name not in _REPLACED_IN_CONTAINER:
             notes.append(f"{role}: {name} of the container is left out.")
         elif name in ("ports", "securityContext"):
-            notes.append(f"{role}: {name} of the container are replaced by the manifest's own.")
-    main["env"] = _variables(job, role, main["env"], found.main.get("env") or [])
-    _add_volumes(job, role, spec, main)
-    own = _resources(found.main.get("resources") or {}, options, role)
-    main |= {"resources": own} if own else {}
-    for other in found.others:
-        notes.append(f"{role}: the container {other.get('name')} runs beside the process, and must end by itself.")
-        spec["containers"].append(dict(other))
+            notes.append(f"{role}: {name} of the container: the manifest's own.")
+
+
+def _joined(own: object, given: object) -> object:
+    """Returns what the manifest and the MSJob say of one field together."""
+    if isinstance(own, list) and isinstance(given, list):
+        return [*own, *given]
+    return {**own, **given} if isinstance(own, dict) and isinstance(given, dict) else given
 
 
 def _variables(job: MSJob, role: str, made: Sequence[Any], given: Sequence[Any]) -> list[Any]:
     names = {one["name"] for one in made}
     kept = []
     for one in given:
-        if not isinstance(one, dict) or "name" not in one:
-            raise ContextError(f"A variable of {role} has no name.", got=ascii(one)[:80])
         if _OPERATORS_OWN.fullmatch(one["name"]) or one["name"].startswith("SPMDCTX_"):
             job.notes.append(f"{role}: {one['name']} is left out, since the manifest says where a process belongs.")
         elif one["name"] not in names:
@@ -270,8 +282,8 @@ def _add_volumes(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
     claimed = {one["persistentVolumeClaim"]["claimName"] for one in spec["volumes"] if "persistentVolumeClaim" in one}
     taken = {one["mountPath"] for one in main["volumeMounts"]}
     left, names = set(), {one["name"] for one in spec["volumes"]}
-    for volume in job.roles[role].pod.get("volumes") or []:
-        if (volume.get("persistentVolumeClaim") or {}).get("claimName") in claimed:
+    for volume in job.roles[role].volumes:
+        if job.roles[role].claim(volume) in claimed:
             left.add(volume["name"])
             continue
         if volume["name"] in names:
@@ -279,7 +291,7 @@ def _add_volumes(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
         if "hostPath" in volume:
             job.notes.append(f"{role}: the volume {volume['name']} is a folder of the node, which restricted namespaces do not allow.")
         spec["volumes"].append(volume)
-    for mount in job.roles[role].main.get("volumeMounts") or []:
+    for mount in job.roles[role].mounts:
         if mount["name"] not in left or mount["mountPath"] not in taken:
             if mount["mountPath"] in taken:
                 job.notes.append(f"{role}: the manifest mounts a folder at {mount['mountPath']} itself; {mount['name']} is left out there.")
@@ -288,11 +300,11 @@ def _add_volumes(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
             main["volumeMounts"].append({**mount, "name": name})
 
 
-def _resources(given: Mapping[str, Any], options: JobOptions, role: str) -> Manifest:
+def _resources(given: Role, options: JobOptions, role: str) -> Manifest:
     """Returns what the role asks for, with the devices of the new job in place of its own."""
     found: Manifest = {}
     for kind in ("requests", "limits"):
-        amounts = {name: str(amount) for name, amount in (given.get(kind) or {}).items() if "/" not in name}
+        amounts = {name: str(amount) for name, amount in given.amounts(kind).items() if "/" not in name}
         if role == "Worker" and options.device != CPU:
             amounts[options.device] = str(options.devices)
         if amounts:

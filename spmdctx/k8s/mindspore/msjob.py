@@ -35,13 +35,47 @@ class Role:
     @property
     def others(self) -> list[Mapping[str, Any]]:
         """The other containers."""
-        return [one for one in self.pod["containers"] if one is not self.main]
+        return [one for one in _named("containers", self.pod.get("containers")) if one is not self.main]
+
+    def amounts(self, kind: str) -> Mapping[str, Any]:
+        """Returns the `requests` or the `limits` of the container."""
+        return _mapping(kind, _mapping("resources", self.main.get("resources")).get(kind))
+
+    def claim(self, volume: Mapping[str, Any]) -> str:
+        """Returns the claim that a volume is, if it is one that can be written."""
+        source = _mapping("persistentVolumeClaim", volume.get("persistentVolumeClaim"))
+        name = source.get("claimName")
+        return name if isinstance(name, str) and not source.get("readOnly") else ""
+
+    @property
+    def volumes(self) -> list[Mapping[str, Any]]:
+        """The pod's volumes."""
+        return _named("volumes", self.pod.get("volumes"))
+
+    @property
+    def mounts(self) -> list[Mapping[str, Any]]:
+        """Where the container has them."""
+        found = _named("volumeMounts", self.main.get("volumeMounts"))
+        if any(not isinstance(one.get("mountPath"), str) for one in found):
+            raise ContextError("A volumeMount of the MSJob has no mountPath.")
+        return found
+
+    @property
+    def variables(self) -> list[Mapping[str, Any]]:
+        """The container's variables."""
+        return _named("env", self.main.get("env"))
+
+    def words(self, name: str) -> list[str]:
+        """Returns the container's `command` or `args`."""
+        found = self.main.get(name) or []
+        if not isinstance(found, list) or any(isinstance(one, dict | list) or one is None for one in found):
+            raise ContextError(f"{name} of the MSJob must be a list of texts.", got=ascii(found)[:80])
+        return [str(one) for one in found]
 
     @property
     def devices(self) -> dict[str, int]:
         """Devices that the container asks for, by the name of the resource."""
-        resources = _mapping("resources", self.main.get("resources"))
-        found = {**_mapping("requests", resources.get("requests")), **_mapping("limits", resources.get("limits"))}
+        found = {**self.amounts("requests"), **self.amounts("limits")}
         return {name: _count(name, number) for name, number in found.items() if _DEVICE.fullmatch(name)}
 
 
@@ -113,9 +147,7 @@ def _role(notes: list[str], name: str, role: Mapping[str, Any]) -> Role:
     _name_unknown(notes, name, role, _ROLE)
     template = _mapping(f"{name}.template", role.get("template"))
     pod = _mapping(f"{name}.template.spec", template.get("spec"))
-    containers = pod.get("containers")
-    if not isinstance(containers, list) or not all(isinstance(one, dict) for one in containers):
-        raise ContextError(f"{name} has no containers.", need="template.spec.containers")
+    containers = _named(f"{name}.template.spec.containers", pod.get("containers"))
     main = [one for one in containers if one.get("name") == MAIN]
     if len(main) != 1:
         raise ContextError(f"{name} must have one container with the name {MAIN}.", got=f"{len(main)} of {len(containers)}")
@@ -139,6 +171,14 @@ def _mapping(name: str, value: object) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ContextError(f"{name} of the MSJob must be a mapping.", got=ascii(value)[:80])
     return value
+
+
+def _named(name: str, value: object) -> list[Mapping[str, Any]]:
+    """Returns a list of mappings that have a name each."""
+    found = [] if value is None else value
+    if not isinstance(found, list) or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in found):
+        raise ContextError(f"{name} of the MSJob must be a list of things with names.", got=ascii(value)[:80])
+    return found
 
 
 def _count(name: str, value: object, least: int = 0) -> int:
