@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -37,6 +37,7 @@ class SigtermCatcher:
         self._wakeup: socket.socket | None = None
         self._timer: threading.Timer | None = None
         self._is_registered = False
+        self._former: Any = signal.SIG_DFL
 
     def begin(self) -> bool:
         """Catches SIGTERM from now on; returns whether it does: not beside a handler of the user's, nor on another thread.
@@ -48,8 +49,10 @@ class SigtermCatcher:
         if self._users:
             self._users += 1
             return True
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        former = signal.getsignal(signal.SIGTERM)
+        if threading.current_thread() is not threading.main_thread() or former not in (signal.SIG_DFL, _exit):
             return False
+        self._former = former
         self._users, self._heard, self._owner = 1, 0, os.getpid()
         signal.signal(signal.SIGTERM, self._handle)
         self._listen()
@@ -121,7 +124,7 @@ class SigtermCatcher:
 
     def _release(self) -> None:
         if signal.getsignal(signal.SIGTERM) == self._handle:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._former)
         if self._wakeup is not None:
             found = signal.set_wakeup_fd(-1)
             if found != self._wakeup.fileno() and found != -1:
@@ -139,6 +142,17 @@ class SigtermCatcher:
 
 CATCHER = SigtermCatcher()
 """That of this process."""
+
+
+def end_when_told() -> None:
+    """Has SIGTERM end the first process of a container too, where the system does nothing unless a process says so."""
+    if os.getpid() == 1 and threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _exit)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    del number, frame
+    sys.exit(_KILLED)
 
 
 class GracefulEnd:

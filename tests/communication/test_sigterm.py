@@ -1,6 +1,7 @@
 """SIGTERM asks for a stop, and never more than that is waited for."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -37,6 +38,25 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 time.sleep(0.1)
 print(CATCHER._heard)
 """
+FIRST = """
+import os, sys, time
+from spmdctx.communication.sigterm import CATCHER, end_when_told
+print(os.getpid(), flush=True)
+end_when_told()
+if sys.argv[1] == "True":
+    assert CATCHER.begin()
+    CATCHER.end()
+child = os.fork()
+if child == 0:
+    time.sleep(0.3)
+    os.kill(1, 15)
+    os._exit(0)
+try:
+    time.sleep(30)
+except SystemExit as error:
+    print(error.code)
+"""
+"""A process in the place of a container's first one, which no signal ends unless it has a handler."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,6 +127,15 @@ def test_the_second_sigterm_ends_at_once():
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=20)
     assert process.returncode == 143
+
+
+@pytest.mark.parametrize("catches", [False, True])
+def test_the_first_process_of_a_container_ends_too(catches):
+    words = ["unshare", "-Urfp", sys.executable, "-c", FIRST, str(catches)]
+    if shutil.which("unshare") is None or subprocess.run([*words[:2], "true"], capture_output=True).returncode:
+        pytest.skip("the system has no namespaces of processes for users")
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.communicate(timeout=60)[0].split() == ["1", "143"]
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1", "0", "inf", "nan"])
