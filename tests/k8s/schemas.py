@@ -20,6 +20,10 @@ from benchmarks.k8s_schemas import faults, read_definitions
 
 VERSION = "1.37"
 
+# Each call would read all schemas of the version again.
+kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
+kubernetes_validate.utils.all_versions = cache(kubernetes_validate.utils.all_versions)
+
 
 @cache
 def schemas():

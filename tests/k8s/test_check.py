@@ -1,13 +1,15 @@
 """What is refused before anything is written, and in which words."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
-from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.errors import ContextError, SpmdctxError, UnsupportedError
 from spmdctx.k8s import JobOptions, SecretVariable, manifests
 from spmdctx.k8s.job.options import GPU, RAY, TPU, TRAINER, Pods, Servers
 from spmdctx.k8s.job.topology import read_slice
+from tests.k8s.schemas import core_faults, schema_faults
 
 JOB = JobOptions("t", "i:1", ("t.py",))
 SERVED = replace(JOB, servers=Servers(1, 1), pods=Pods(claim="c"))
@@ -131,3 +133,52 @@ def test_the_longest_name_is_counted_with_its_pods():
     manifests(replace(JOB, name="a" * room, processes=4))
     with pytest.raises(ContextError, match="at least 1 letters fewer"):
         manifests(replace(JOB, name="a" * (room + 1), processes=4))
+
+
+def test_whatever_stands_in_an_option_a_manifest_fits_or_an_error_is_documented():
+    chance, made = random.Random(0), 0
+    texts = [
+        "",
+        "a",
+        "A",
+        "a.b",
+        "a-",
+        "-a",
+        "0",
+        "1Gi",
+        "1e3",
+        "/x",
+        "/x/../y",
+        "$(A)",
+        "a\nb",
+        "é",
+        "a" * 70,
+        "a: b",
+        "{}",
+        "'",
+        "\0",
+        "true",
+        "1",
+    ]
+    numbers = [-1, 0, 1, 2, 3, 8, 10**9, 10**30, True, 1.0, None]
+    for _ in range(1000):
+        job = chance.choice([JOB, SERVED, SLICE, replace(JOB, operator=TRAINER)])
+        text, number = chance.choice(texts), chance.choice(numbers)
+        pods = dict.fromkeys(("cpu", "memory", "claim", "checkpoint_path", "service_account", "pull_secret", "priority_class"), text)
+        pods |= {"variables": ((text, "x"),), "labels": ((text, "x"),), "token": (text, "token"), "user": number, "grace_s": number}
+        pods |= {"secrets": (SecretVariable("A", text, "k"),)}
+        whole = dict.fromkeys(("name", "image", "namespace", "queue", "topology", "runtime", "operator"), text) | {
+            "command": ("t.py", text)
+        }
+        whole |= dict.fromkeys(("processes", "devices", "slices", "containers", "restarts", "ttl_s", "deadline_s"), number)
+        names = chance.sample([*pods, *whole], 2)
+        more = {name: whole[name] for name in names if name in whole}
+        own = {name: pods[name] for name in names if name in pods}
+        try:
+            (manifest,) = manifests(replace(job, **more, pods=replace(job.pods, **own)))
+        except SpmdctxError:
+            continue
+        made += 1
+        assert schema_faults(manifest) == []
+        assert core_faults(manifest) == []
+    assert made > 50

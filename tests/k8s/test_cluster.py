@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import yaml
 
 from spmdctx.cli.main import main
 from spmdctx.k8s.cluster import Cluster
@@ -226,6 +227,19 @@ def test_a_file_that_is_no_manifest_is_said(run, tmp_path, text, said):
         code, _, err = run(*words)
         assert code == 2
         assert said in err
+
+
+def test_a_manifest_is_written_as_yaml_or_json_and_nobody_is_asked(server, run):
+    code, out, _ = run("manifest", *JOB)
+    assert (code, server.asked) == (0, [])
+    assert json.loads(run("manifest", *JOB, "--json")[1])["objects"] == list(yaml.safe_load_all(out))
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["train.py", "--name", "t"], ["--name", "t", "--image", "i"]])
+def test_what_a_job_needs_is_said(run, words):
+    code, _, err = run("manifest", *words)
+    assert code == 2
+    assert "A job" in err
 
 
 @pytest.mark.parametrize("words", [["--env", "A"], ["--secret-env", "A=b"], ["--label", "a"]])

@@ -97,6 +97,8 @@ def job_options(arguments: argparse.Namespace) -> JobOptions:
     Raises:
         ContextError: a pair cannot be read.
     """
+    if not arguments.name or not arguments.image:
+        raise ContextError("A job on a cluster has a name and an image.", need="--name NAME --image IMAGE")
     script = ["-m", arguments.script] if arguments.module else [arguments.script]
     secrets = [(name, *_pair("--secret-env", value, ":")) for name, value in (_pair("--secret-env", one) for one in arguments.secret_env)]
     pods = Pods(

@@ -37,8 +37,8 @@ def checked(options: JobOptions) -> JobOptions:
     options = options.settled()
     if options.operator not in OPERATORS:
         raise ContextError("--operator names none.", got=ascii(options.operator[:80]), need=f"one of {', '.join(OPERATORS)}")
-    _check_names(options)
     _check_counts(options)
+    _check_names(options)
     _check_pods(options.pods)
     if options.operator == RAY:
         _check_ray(options)
