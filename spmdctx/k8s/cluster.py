@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
+from spmdctx.k8s.job.check import check_name
 from spmdctx.k8s.operators.pod import COMPONENT, INSTANCE
 from spmdctx.k8s.state import JOB_KINDS, Kind, PodState, State, number_of, state_of
 
@@ -118,6 +119,7 @@ class Cluster:
 
     def _find(self, name: str) -> tuple[Kind, Mapping[str, Any]]:
         """Returns the job of this name, of whichever operator; a TrainJob comes before the JobSet that it has made."""
+        check_name(name)
         for kind in (JOB_KINDS["TrainJob"], JOB_KINDS["RayJob"], JOB_KINDS["JobSet"]):
             try:
                 with self._asked(f"{kind.name} {self.namespace}/{name}"):

@@ -47,7 +47,7 @@ def worker(number, **more):
     ],
 )
 def test_a_job_is_submitted_found_and_deleted(server, run, more, api, kind):
-    assert run("submit", *JOB, *more) == (0, f"created {kind} default/t\n", "")
+    assert run("submit", *JOB, *more)[:2] == (0, f"created {kind} default/t\n")
     assert server.objects[api, "default", "t"]["kind"] == kind
     assert run("status", "t")[:2] == (0, f"{kind} t: waiting, started again 0 times\n")
     assert run("delete", "t") == (0, f"deleted {kind} default/t\n", "")
@@ -69,7 +69,7 @@ def test_a_written_manifest_is_submitted_as_it_is(server, run, tmp_path):
 
 
 def test_a_dry_run_is_checked_and_kept_nowhere(server, run):
-    assert run("submit", *JOB, "--dry-run") == (0, "would create JobSet default/t\n", "")
+    assert run("submit", *JOB, "--dry-run")[:2] == (0, "would create JobSet default/t\n")
     assert server.objects == {}
     assert server.asked[-1][2] == {"dryRun": ["All"], "fieldValidation": ["Strict"]}
 
@@ -100,6 +100,8 @@ def test_a_context_and_its_namespace_are_used(server, run):
         (["status", "t"], "", "There is no such job."),
         (["delete", "t"], "", "There is no such job."),
         (["logs", "t"], "", "There is no such job."),
+        (["status", "../../pods/t"], "", "The name cannot be used as it is."),
+        (["delete", "t,app=other"], "", "The name cannot be used as it is."),
         (["status", "t", "--context", "other"], "", "Nothing says where the cluster is."),
         (["submit"], "", "submit takes a script or --file."),
     ],
@@ -233,6 +235,21 @@ def test_a_manifest_is_written_as_yaml_or_json_and_nobody_is_asked(server, run):
     code, out, _ = run("manifest", *JOB)
     assert (code, server.asked) == (0, [])
     assert json.loads(run("manifest", *JOB, "--json")[1])["objects"] == list(yaml.safe_load_all(out))
+
+
+@pytest.mark.parametrize(
+    ("more", "options"),
+    [
+        ([], ["--token-secret", "--claim"]),
+        (["--token-secret", "t"], ["--claim"]),
+        (["--token-secret", "t", "--claim", "c"], []),
+        (["--device", "google.com/tpu", "--claim", "c"], ["--token-secret", "--topology"]),
+    ],
+)
+def test_what_may_be_forgotten_is_noted(run, more, options):
+    code, out, _ = run("manifest", *JOB, *more, "--json")
+    assert code == 0
+    assert [note.split()[1].rstrip(",") for note in json.loads(out)["notes"]] == options
 
 
 @pytest.mark.parametrize("words", [["train.py"], ["train.py", "--name", "t"], ["--name", "t", "--image", "i"]])

@@ -14,7 +14,7 @@ from spmdctx.cli.values import natural, positive
 from spmdctx.errors import ContextError, naming_file
 from spmdctx.k8s.cluster import Cluster
 from spmdctx.k8s.job.options import DEVICES
-from spmdctx.k8s.manifest import manifests
+from spmdctx.k8s.manifest import advice, manifests
 from spmdctx.k8s.mindspore.convert import Changes, convert
 from spmdctx.k8s.render import objects_of, read_objects, text_of, write_folder
 from spmdctx.k8s.state import FAILED
@@ -64,7 +64,10 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def manifest(arguments: argparse.Namespace, output: Output) -> int:
     """Writes the manifest of a job."""
-    _finish(manifests(job_options(arguments)), arguments.out, output, [])
+    options = job_options(arguments)
+    made, notes = manifests(options), advice(options)
+    _note(notes)
+    _finish(made, arguments.out, output, notes)
     return 0
 
 
@@ -75,8 +78,7 @@ def convert_file(arguments: argparse.Namespace, output: Output) -> int:
         raise ContextError("convert takes one MSJob.", got=f"{len(found)}", where=arguments.file)
     changes = Changes(arguments.image, arguments.device, arguments.claim, arguments.checkpoint_path, arguments.namespace, arguments.queue)
     converted = convert(found[0], changes)
-    for note in converted.notes:
-        sys.stderr.write(f"note: {note}\n")
+    _note(converted.notes)
     _finish(converted.objects, arguments.out, output, converted.notes)
     return 0
 
@@ -85,7 +87,12 @@ def submit(arguments: argparse.Namespace, output: Output) -> int:
     """Hands a job to a cluster."""
     if (arguments.script is None) == (arguments.file is None):
         raise ContextError("submit takes a script or --file.", need="one of the two")
-    objects = manifests(job_options(arguments)) if arguments.file is None else _read("--file", arguments.file)
+    if arguments.file is None:
+        options = job_options(arguments)
+        objects = manifests(options)
+        _note(advice(options))
+    else:
+        objects = _read("--file", arguments.file)
     made = Cluster(arguments.context, arguments.namespace).submit(objects, dry_run=arguments.dry_run)
     for name in made:
         output.say(f"{'would create' if arguments.dry_run else 'created'} {name}")
@@ -133,6 +140,11 @@ def _read(option: str, file: str) -> list[dict[str, Any]]:
         return objects_of(option, sys.stdin.read())
     with naming_file(option, file, "the file cannot be read"):
         return read_objects(option, Path(file))
+
+
+def _note(notes: Sequence[str]) -> None:
+    for note in notes:
+        sys.stderr.write(f"note: {note}\n")
 
 
 def _finish(objects: Sequence[Mapping[str, Any]], out: Path | None, output: Output, notes: Sequence[str]) -> None:

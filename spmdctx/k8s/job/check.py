@@ -70,6 +70,16 @@ def _check_names(options: JobOptions) -> None:
     _match("--runtime", options.runtime, _OBJECT, "the name of a ClusterTrainingRuntime", _LONGEST_OBJECT)
 
 
+def check_name(name: str) -> str:
+    """Returns the name of an object of the cluster.
+
+    Raises:
+        ContextError: there can be no such object.
+    """
+    _match("The name", name, _OBJECT, "small letters, digits, hyphens and dots (RFC 1123)", _LONGEST_OBJECT)
+    return name
+
+
 def longest_name(options: JobOptions) -> str:
     """Returns the longest name that a pod of the job gets, as far as it is known, with letters for what is added by chance."""
     role = {JOBSET: "workers", TRAINER: "node"}.get(options.operator)
