@@ -60,6 +60,9 @@ def _fields(compiler: Compiler) -> dict[str, Any]:
     return {"compiler_version": found.pop("version"), **found}
 
 
+_RATED = {"h100": 989e12, "h200": 989e12, "a100": 312e12}
+"""The data sheets' rates of GPUs in bfloat16, without sparsity; presets of other devices have theirs."""
+
 PRESETS: dict[str, Topology] = {
     "tpu-v5e": Topology(
         device="tpu-v5e",
@@ -117,7 +120,7 @@ PRESETS: dict[str, Topology] = {
     ),
     "h100": Topology(
         device="h100",
-        peak_flops_per_s=989e12 * _GPU_PRODUCTS,
+        peak_flops_per_s=_RATED["h100"] * _GPU_PRODUCTS,
         memory_bytes=int(80e9 * _GPU_SHARE),
         memory_bytes_per_s=3350e9 * _GPU_MEMORY,
         latency_s=2e-6,
@@ -133,7 +136,7 @@ PRESETS: dict[str, Topology] = {
     ),
     "h200": Topology(
         device="h200",
-        peak_flops_per_s=989e12 * _GPU_PRODUCTS,
+        peak_flops_per_s=_RATED["h100"] * _GPU_PRODUCTS,
         memory_bytes=int(141e9 * _GPU_SHARE),
         memory_bytes_per_s=4800e9 * _GPU_MEMORY,
         latency_s=2e-6,
@@ -149,7 +152,7 @@ PRESETS: dict[str, Topology] = {
     ),
     "a100": Topology(
         device="a100",
-        peak_flops_per_s=312e12 * _GPU_PRODUCTS,
+        peak_flops_per_s=_RATED["a100"] * _GPU_PRODUCTS,
         memory_bytes=int(80e9 * _GPU_SHARE),
         memory_bytes_per_s=2039e9 * _GPU_MEMORY,
         latency_s=2e-6,
@@ -177,6 +180,14 @@ PRESETS: dict[str, Topology] = {
         **_fields(CPU),
     ),
 }
+
+
+def rated_flops_per_s(machine: Topology) -> float | None:
+    """Returns the rate of matrix products that a device's data sheet gives, None if there is none: of CPUs, and of users' machines."""
+    device = machine.device.removesuffix("-measured")
+    if device.startswith("tpu") and device in PRESETS:
+        return PRESETS[device].peak_flops_per_s
+    return _RATED.get(device)
 
 
 def topology(name: str | os.PathLike[str] | Topology) -> Topology:
