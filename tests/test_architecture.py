@@ -62,7 +62,7 @@ INNER = {
     "step": (
         "planning processes direct out_of_memory agreement options",
         "entry",
-        "placement broadcast verify pipelined",
+        "placement broadcast verify pipelined report",
         "served",
         "step",
     ),
