@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,24 @@ from spmdctx.wording.files import read_file, write_file
 _NOTE = "# Written by spmdctx k8s, for an operator of the cluster. No manifest of spmdctx was ever run on a real cluster.\n"
 
 
+_WORD = re.compile(r"[A-Za-z_/$][A-Za-z0-9_./$-]*")
+"""A text that no reader of YAML takes for a number; others stand in quotes: the cluster's takes 1e3 and 08 for numbers."""
+_NO_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+
+
 class _Plain(yaml.SafeDumper):
-    """Writes repeated values out in full."""
+    """Writes repeated values out in full, and texts in quotes unless they are plain words."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        """Chooses the quotes."""
+        is_plain = _WORD.fullmatch(text) is not None and text.lower() not in _NO_WORDS
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else "'")
+
+
+_Plain.add_representer(str, _Plain.represent_text)
 
 
 def text_of(objects: Sequence[dict[str, Any]]) -> str:

@@ -130,3 +130,17 @@ def test_yaml_is_read_as_it_was_meant(manifest):
     assert list(yaml.safe_load_all(text)) == [manifest]
     assert objects_of("--file", text) == [manifest]
     assert "&id" not in text
+
+
+NUMBERS = ("1e3", "1e-3", "08", "0x1f", "0o17", "1_000", "12:30", ".5", "1.", "+1", "-1", "2026-01-01", ".inf")
+WORDS = ("y", "N", "on", "Yes", "true", "null", "~", "=", "<<", "")
+MARKS = ("a: b", "- a", "# a", "a #b", "{a}", "a\nb", "'", '"', "ü", " a", "@a", "%a", "&a", "*a", "!a", "|", ">")
+
+
+@pytest.mark.parametrize("text", [*NUMBERS, *WORDS, *MARKS])
+def test_a_text_that_some_reader_takes_for_another_thing_stands_in_quotes(text):
+    """The cluster's reader follows other rules than Python's: 1e3, 08 and y are no texts to it."""
+    written = text_of([{"value": text}])
+    assert yaml.safe_load(written) == {"value": text}
+    *_, found = (event for event in yaml.parse(written) if isinstance(event, yaml.ScalarEvent))
+    assert found.style in ("'", '"')
