@@ -109,6 +109,16 @@ def test_a_container_beside_the_process_ends_with_it():
         assert any(part in note for note in notes), part
 
 
+@pytest.mark.parametrize(
+    ("text", "is_noted"),
+    [("python t.py", False), ("cd /srv && python t.py", True), ("cd /srv && exec python t.py", False), ("python t.py | tee log", True)],
+)
+def test_a_shell_that_keeps_sigterm_to_itself_is_noted(text, is_noted):
+    job = read("single_worker")
+    job["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0] |= {"command": ["/bin/sh", "-c", text], "args": []}
+    assert any("SIGTERM" in note for note in convert(job).notes) == is_noted
+
+
 def test_the_operators_own_variables_are_left_out():
     (manifest,), notes = converted("dynamic")
     assert not [one for one in workers_of(manifest)["spec"]["containers"][0]["env"] if one["name"].startswith("MS_")]

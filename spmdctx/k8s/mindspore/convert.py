@@ -151,10 +151,8 @@ def _script(worker: Role) -> tuple[str, ...]:
     Raises:
         UnsupportedError: the command is no call of Python.
     """
-    words = [*worker.words("command"), *worker.words("args")]
-    folder = ""
-    if words and os.path.basename(words[0]) in _SHELLS and len(words) > 2 and re.fullmatch(r"-\w*c", words[1]):
-        text = words[2].strip()
+    words, text, folder = [*worker.words("command"), *worker.words("args")], _shell_text(worker), ""
+    if text is not None:
         moved = re.fullmatch(r"cd\s+([\w./-]+)\s*(?:&&|;)\s*(.*)", text, re.DOTALL)
         folder, text = (moved[1], moved[2]) if moved else ("", text)
         if _OF_SHELL.search(text):
@@ -177,6 +175,14 @@ def _script(worker: Role) -> tuple[str, ...]:
     return tuple(rest)
 
 
+def _shell_text(worker: Role) -> str | None:
+    """Returns what a shell is to run, where the command calls one with a text."""
+    words = [*worker.words("command"), *worker.words("args")]
+    if len(words) > 2 and os.path.basename(words[0]) in _SHELLS and re.fullmatch(r"-\w*c", words[1]):
+        return words[2].strip()
+    return None
+
+
 def _no_script(command: str, why: str) -> UnsupportedError:
     return UnsupportedError(
         "The Worker's command cannot be given to servers and workers.",
@@ -193,6 +199,9 @@ def _say_general(job: MSJob, options: JobOptions, changes: Changes) -> None:
     notes.append("The script must use JAX: scripts for MindSpore do not run as they are.")
     if "Scheduler" in job.roles and not options.has_servers:
         notes.append("Scheduler: process 0 does its work, so no pod of its own is made.")
+    text = None if options.has_servers else _shell_text(job.worker)
+    if text is not None and _OF_SHELL.search(text) and not re.search(r"\bexec\s+python", text):
+        notes.append("Worker: its shell does not hand SIGTERM on; write exec before python, so that preempted processes save.")
     notes.append("The root file system cannot be written: results belong into /tmp or a volume.")
     if job.success == "" and not options.has_servers and options.processes > 1:
         notes.append("spec.successPolicy: the job succeeds when all processes have ended, not the first.")
