@@ -20,12 +20,12 @@ def losses(folder):
 def trainings(tmp_path_factory):
     """The folders of a training by `launch` and of one by pods, of which one gets SIGTERM, and how these have ended both times."""
     calm, ours = tmp_path_factory.mktemp("calm"), tmp_path_factory.mktemp("ours")
-    run_module(MODULE, [str(calm), str(NUM_STEPS)], 2, 2, timeout_s=100)
+    run_module(MODULE, [str(calm), str(NUM_STEPS)], 2, 2, timeout_s=180)
     ends = []
     for more in ((f"sigterm:{LAST}:1",), ()):
         command = ("-m", MODULE, str(ours), str(NUM_STEPS), *more)
         job = JobOptions("demo", "train:1", command, processes=2, devices=2, pods=Pods(token=("train", "token")))
-        ends.append(play(manifests(job)[0], ours, timeout_s=100))
+        ends.append(play(manifests(job)[0], ours, timeout_s=180))
         if more:
             ends.append(losses(ours))
     return calm, ours, ends
