@@ -137,7 +137,7 @@ PRESETS: dict[str, Topology] = {
     "h200": Topology(
         device="h200",
         peak_flops_per_s=_RATED["h100"] * _GPU_PRODUCTS,
-        memory_bytes=int(141e9 * _GPU_SHARE),
+        memory_bytes=112_583_507_968,
         memory_bytes_per_s=4800e9 * _GPU_MEMORY,
         latency_s=2e-6,
         link_bytes_per_s=450e9,
@@ -147,7 +147,7 @@ PRESETS: dict[str, Topology] = {
         vector_flops_per_s=67e12 * _GPU_VECTOR,
         float32_flops_per_s=494e12 * _GPU_PRODUCTS,
         matrix_tile=16,
-        source="NVIDIA H200 SXM data sheet; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
+        source="NVIDIA H200 SXM data sheet; memory: JAX's own limit on one; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
         **_fields(GPU),
     ),
     "a100": Topology(
