@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx._compat import x64_is_on
+from spmdctx.server.local.state import LocalState
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut
 from spmdctx.server.program.row_ids import RowReader, given_to, interleaved, places_on
@@ -76,6 +77,10 @@ class Alone:
         self._specs = server_specs(step, cut, x64=x64_is_on())
         self._reader = RowReader(step)
         self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
+        self._own: LocalState | None = None
+        if step.local is not None:
+            self._own = LocalState(step.local)
+            self._own.load(0, {number: raw(jnp.asarray(leaves[number])) for number in step.local.held})
 
     def advance(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> None:
         """Does one step from the servers' state and the other leaves."""
@@ -84,11 +89,15 @@ class Alone:
         with ThreadPoolExecutor(len(self.shards)) as pool:
             for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
                 done.result()
+        if self._own is not None:
+            taken = {slot: value for shard in self.shards for slot, value in shard.kept(shard.version - 1, shard.version)[0].items()}
+            self._own.advance([taken[slot] for slot in self._cut.taken], dict(enumerate(leaves)))
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the flat results of the last step, which has read these leaves."""
         held = self._state(with_tables=True)
         results = {number: value for shard in self.shards for number, value in shard.results.items()}
+        results |= {} if self._own is None else self._own.results.get(self._own.version - 1, {})
         captured, found = self._step.captured, []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
@@ -118,7 +127,8 @@ class Alone:
             saved = [shard.saved() for shard in self.shards]
             slots = [slot for table in self._specs[0].tables for slot in table.held]
             found |= {slot: jnp.asarray(interleaved([own[slot] for own in saved])) for slot in slots}
-        return {int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}
+        own = {} if self._own is None else self._own.values
+        return {**{int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}, **own}
 
 
 def _held(spec: ServerSpec, leaves: Sequence[Any]) -> dict[str, Any]:

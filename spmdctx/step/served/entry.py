@@ -20,7 +20,6 @@ from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
 from spmdctx.server.engine.scheduler import Job
 from spmdctx.server.loads import server_loads
-from spmdctx.server.marks import check_marks
 from spmdctx.server.plan import served_plan
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import crossing_of
@@ -88,7 +87,6 @@ class ServedEntry(Entry):
         """The plan of that program on this worker's devices, with the servers."""
         part, inputs = self.part, self.captured.inputs
         servers = self.environment.context.servers
-        notes = check_marks(self.step, self.cut, servers.marked)
         if servers.update_mode == "async":
             crossing_of(self.step, self.cut)
         operands = [Operand(inputs[number].path, inputs[number].role) for number in part.inputs]
@@ -96,7 +94,7 @@ class ServedEntry(Entry):
         operands.append(Operand("number of the part", Role.ARGUMENT))
         results = [Outcome(self.step.loss.rows[number].path) for number in part.outputs]
         captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)
-        planned = plan_program(replace(captured, notes=(*self.captured.notes, *self._notes, *notes)), self.environment.settings)
+        planned = plan_program(replace(captured, notes=(*self.captured.notes, *self._notes)), self.environment.settings)
         workers = int(os.environ.get(NUM_WORKERS, "1"))
         return replace(planned, plan=served_plan(planned.plan, server_loads(self.step, self.cut), self.step.loss.num_parts, workers))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,9 @@ from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
 from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
-from spmdctx.server.program.capture import capture_served, num_losses
+from spmdctx.server.local.split import local_notes, with_local
+from spmdctx.server.marks import marks_of
+from spmdctx.server.program.capture import ServedStep, capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
 from spmdctx.step.entry import Entry
@@ -59,11 +61,25 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
     job = json.loads(os.environ.get(JOB, "{}"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
-    step = with_tables(capture_served(target, call, static, own, parts))
+    step = capture_served(target, call, static, own, parts)
     check_results(step.captured)
+    marks = marks_of(step, servers.marked)
+    if marks.unmarked and own.context.servers.update_mode == "async":
+        _refuse_marks(step, marks.unmarked)
+    step = with_local(with_tables(step, barred=marks.unmarked), marks.unmarked)
     warnings = (*step.captured.warnings, *_unheeded(context, job))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
-    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step), *local_notes(step), *marks.notes))
+
+
+def _refuse_marks(step: ServedStep, unmarked: Iterable[int]) -> None:
+    paths = [step.captured.inputs[number].path for number in sorted(unmarked)]
+    raise UnsupportedError(
+        "In async workers do not wait for each other, so parameters without a mark that stay with them would become different on each.",
+        where=step.loss.where,
+        got=f"{len(paths)} without a mark: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}",
+        fix='spmdctx.set_param_ps("*"), no mark at all, or update_mode="sync"',
+    )
 
 
 def _alone(captured: Captured) -> list[str]:
