@@ -56,10 +56,20 @@ def constant(cut: Cut, number: int, leaves: Sequence[Any]) -> Any:
     return jnp.asarray(atom.val, atom.aval.dtype) if place is None else leaves[place]
 
 
-def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> list[Any]:
-    """Does one step in this process, with all servers in it; returns its flat results."""
-    alone = Alone(step, cut, leaves)
-    alone.advance(program, call, leaves)
+def run_alone(
+    step: ServedStep, cut: Cut, part: tuple[WorkerProgram, Call], leaves: Sequence[Any], local: LocalState | None = None
+) -> list[Any]:
+    """Does one step in this process, with all servers in it; returns its flat results.
+
+    Args:
+        step: the step.
+        cut: how it is cut.
+        part: the program of one part, and what runs it.
+        leaves: the arguments of the step.
+        local: a copy of what stays with workers, if something does.
+    """
+    alone = Alone(step, cut, leaves, local)
+    alone.advance(*part, leaves)
     return alone.results(leaves)
 
 
@@ -70,17 +80,17 @@ class Alone:
         step: the step.
         cut: how it is cut.
         leaves: its first arguments, of which servers hold the state.
+        local: a copy of what stays with workers, if something does.
     """
 
-    def __init__(self, step: ServedStep, cut: Cut, leaves: Sequence[Any]) -> None:
+    def __init__(self, step: ServedStep, cut: Cut, leaves: Sequence[Any], local: LocalState | None = None) -> None:
         self._step, self._cut = step, cut
         self._specs = server_specs(step, cut, x64=x64_is_on())
         self._reader = RowReader(step)
         self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
-        self._own: LocalState | None = None
-        if step.local is not None:
-            self._own = LocalState(step.local)
-            self._own.load(0, {number: raw(jnp.asarray(leaves[number])) for number in step.local.held})
+        self._own = local
+        if step.local is not None and local is not None:
+            local.load(0, {number: raw(jnp.asarray(leaves[number])) for number in step.local.held})
 
     def advance(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> None:
         """Does one step from the servers' state and the other leaves."""

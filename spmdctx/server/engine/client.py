@@ -9,10 +9,10 @@ from typing import Any
 
 from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.engine.rays import SCHEDULER, connect, ray
-from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
+from spmdctx.server.engine.scheduler import WORKERS, Answer, Job, Layout, start_scheduler
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
-from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
+from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Save, Setup
 
 WORKER = "SPMDCTX_PS_WORKER"
 """The number of this worker, in its environment; without it this process is the only one."""
@@ -47,7 +47,7 @@ class Client:
         self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
-        self._generation = -1
+        self.generation = -1
         self.kept_from = 0
         self._num_bytes = 0
         self.job: Job = self._get(self._scheduler.job.remote())
@@ -56,7 +56,7 @@ class Client:
         """Tells of the step that this worker does."""
         self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts))
 
-    def ask(self, step: int) -> Setup | Go | Done | Replay:
+    def ask(self, step: int) -> Setup | Go | Save | Done | Replay:
         """Returns what this worker does in a step, once there is something.
 
         Raises:
@@ -72,12 +72,16 @@ class Client:
                 raise CommunicationError("The job of the parameter server cannot go on.", got=reply.text)
             if isinstance(reply, Leave):
                 raise SystemExit(0)
-            if isinstance(reply, Go) and reply.generation != self._generation:
-                self._generation, self._servers = self._get(self._scheduler.servers.remote())
-                if reply.generation != self._generation:
+            if isinstance(reply, Go | Save) and reply.generation != self.generation:
+                self.refresh()
+                if reply.generation != self.generation:
                     continue
             if reply is not None:
                 return reply
+
+    def refresh(self) -> None:
+        """Learns of the servers of the present layout."""
+        self.generation, self._servers = self._get(self._scheduler.servers.remote())
 
     @property
     def num_servers(self) -> int:
@@ -103,6 +107,34 @@ class Client:
             raise Lost
         self._count("pulled", num_bytes([one.values for one in found]))
         return found
+
+    def start_kept(self, first: int, last: int) -> list[Any]:
+        """Asks each server for what workers take of the steps from one up to another; `finish_kept` waits for it."""
+        return [server.kept.remote(self.generation, first, last) for server in self._servers]
+
+    def finish_kept(self, calls: Sequence[Any]) -> list[dict[str, Any]]:
+        """Returns what all servers keep, by step and slot.
+
+        Raises:
+            Lost: a server was lost, or it keeps these steps no more.
+        """
+        found = self._from_servers(calls)
+        if not found or any(one is None for one in found):
+            raise Lost
+        self._count("pulled", num_bytes(found))
+        return [{slot: value for one in own for slot, value in one.items()} for own in zip(*found, strict=True)]
+
+    def saved(self, generation: int, version: int, file: str) -> None:
+        """Tells that what stays with workers is saved."""
+        self._get(self._scheduler.saved.remote(WORKERS, generation, version, file))
+
+    def report(self, step: int, results: Mapping[int, Any]) -> None:
+        """Tells of results of a step that no server makes."""
+        self._get(self._scheduler.reported.remote(step, results))
+
+    def fail(self, text: str) -> None:
+        """Ends the job with an error."""
+        self._get(self._scheduler.fail.remote(text))
 
     def pull_rows(self, go: Go, places: Sequence[Mapping[int, Any]]) -> list[Mapping[int, Any]]:
         """Returns rows of tables in the version of a part, of each server those that are asked for, by the table's number.
@@ -165,11 +197,11 @@ class Client:
         Raises:
             Lost: a server was lost.
         """
-        self._generation, self._servers = self._get(self._scheduler.servers.remote())
+        self.refresh()
         if not self._servers:
             raise Lost
         server = self._servers[home(len(self._servers))]
-        return self.finish_pull([server.pull.remote(self._generation, version, [slot], is_exact=False)])[0].values[0]
+        return self.finish_pull([server.pull.remote(self.generation, version, [slot], is_exact=False)])[0].values[0]
 
     def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
         try:

@@ -31,12 +31,14 @@ class Layout(NamedTuple):
         num_parts: of each step.
         fingerprint: of the step.
         version: of the saved arrays from which servers start.
+        is_local: whether some of its state stays with workers, who save it.
     """
 
     specs: Sequence[ServerSpec]
     num_parts: int
     fingerprint: str
     version: int
+    is_local: bool = False
 
 
 class Fleet:
@@ -133,6 +135,11 @@ class Fleet:
         except ray().exceptions.RayActorError:
             return []
         return [] if None in found else list(found)
+
+    def forget(self, version: int) -> None:
+        """Lets servers drop what they keep for workers of the steps before a version."""
+        for server in self.servers:
+            server.forget.remote(version)
 
     def end(self) -> list[Any]:
         """Ends the layout; returns the servers, which are to be killed once nobody is told of them any more."""

@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
 from spmdctx.server.engine.rays import SCHEDULER, ray
-from spmdctx.server.state.folder import SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
+from spmdctx.server.state.folder import WORKERS_FILE, SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
 from spmdctx.server.state.presence import BEAT_S, Presence
 from spmdctx.server.state.progress import Failed, Leave, Progress, Reply, Summary
 
 _POLL_S = 20.0
 _QUIET_S = 10.0
+WORKERS = -1
+"""Stands for a server's number where workers have saved what stays with them."""
 
 
 class Answer(NamedTuple):
@@ -156,7 +158,7 @@ class Scheduler:
             try:
                 fleet.start(layout)
                 if layout.version == 0:
-                    files = map(shard_name, range(len(layout.specs)))
+                    files = [*map(shard_name, range(len(layout.specs))), *self._files_of_workers]
                     await asyncio.to_thread(complete, self._folder, self._state(0, files), {})
                 self._common = layout.version
                 await fleet.load(layout.version, progress.generation + 1)
@@ -247,10 +249,17 @@ class Scheduler:
         """A server has renewed its arrays."""
         if self._progress.applied(server, generation, version, results):
             self._board = {key: values for key, values in self._board.items() if key[0] >= version - 1}
-            if self._asked_for not in (None, self._progress.num_servers):
+            is_last = self._asked_for not in (None, self._progress.num_servers)
+            if self._files_of_workers and (is_last or version % self._job.save_every == 0):
+                self._progress.save()
+            if is_last:
                 self._progress.busy = True
                 self._start(self._lay_out())
         await self._notify()
+
+    async def reported(self, step: int, results: Mapping[int, Any]) -> None:
+        """A worker has made results of a step that no server makes."""
+        self._progress.reported(step, results)
 
     async def reached(self, generation: int, version: int) -> bool:
         """Returns once all servers have come to a version; false if the generation is over."""
@@ -285,8 +294,13 @@ class Scheduler:
         if generation != self._progress.generation or self._layout is None:
             return
         (own := self._files.setdefault(version, {}))[server] = file
-        if len(own) == len(self._layout.specs):
+        if len(own) == len(self._layout.specs) + len(self._files_of_workers):
             await self._complete(version, self._files.pop(version).values())
+        await self._notify()
+
+    @property
+    def _files_of_workers(self) -> list[str]:
+        return [WORKERS_FILE] if self._layout is not None and self._layout.is_local else []
 
     async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> None:
         results = self._progress.results_before(version)
@@ -296,6 +310,8 @@ class Scheduler:
             await self.fail(f"A state cannot be saved: {_cause(error)}")
             return
         self._common = max(self._common, version)
+        if self._files_of_workers:
+            self._fleet.forget(self._common)
 
     async def scale(self, num_servers: int) -> None:
         """Goes on with another number of servers, after the present step."""
@@ -304,6 +320,8 @@ class Scheduler:
     async def _lay_out(self) -> None:
         """Has servers save their arrays and end, and the next worker divide the step for as many as were asked for."""
         progress = self._progress
+        if self._files_of_workers and not await self._saved_by_worker(progress.generation, progress.version):
+            return
         async with self._recovering:
             await self._quiet()
             version, count = progress.version, self._asked_for
@@ -317,7 +335,7 @@ class Scheduler:
                 progress.busy = False
                 await self._notify()
                 return
-            await self._complete(version, files, updates)
+            await self._complete(version, [*files, *self._files_of_workers], updates)
             for task in updates.done if updates is not None else ():
                 progress.apply(*task)
             old = self._fleet.end()
@@ -328,6 +346,17 @@ class Scheduler:
         for server in old:
             ray().kill(server)
         await self._notify()
+
+    async def _saved_by_worker(self, generation: int, version: int) -> bool:
+        """Returns once a worker has saved a version; false if a server was lost meanwhile, whose steps are done again first."""
+        progress = self._progress
+
+        def is_over() -> bool:
+            return progress.generation != generation or bool(progress.failure)
+
+        async with self._changed:
+            await self._changed.wait_for(lambda: is_over() or self._common >= version or WORKERS in self._files.get(version, {}))
+        return not is_over()
 
     async def _quiet(self) -> None:
         """Waits until no update is under way, in "async"; not for long, since a worker may be lost."""

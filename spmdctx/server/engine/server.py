@@ -141,6 +141,18 @@ class Server:
             return None
         return await asyncio.to_thread(shard.pull_rows, places, version if order.mode == "sync" else None)
 
+    async def kept(self, generation: int, first: int, last: int) -> list[dict[str, Any]] | None:
+        """Returns what workers take of the steps from one up to another, once these are done; None if it is there no more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is(generation) or self._version >= last)
+        shard = self._shard
+        return None if shard is None or not self._is(generation) else await asyncio.to_thread(shard.kept, first, last)
+
+    async def forget(self, version: int) -> None:
+        """Drops what is kept for workers of the steps before a version."""
+        if self._shard is not None:
+            self._shard.forget(version)
+
     async def save(self, generation: int, version: int) -> str | None:
         """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard

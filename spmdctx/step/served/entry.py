@@ -20,6 +20,7 @@ from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
 from spmdctx.server.engine.scheduler import Job
 from spmdctx.server.loads import server_loads
+from spmdctx.server.local.state import LocalState
 from spmdctx.server.plan import served_plan
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import crossing_of
@@ -28,6 +29,7 @@ from spmdctx.server.program.worker import WorkerProgram, worker_program
 from spmdctx.server.remote import RemoteArray, fetched
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import Planned, plan_program
+from spmdctx.step.served.local import LocalRun
 from spmdctx.step.served.run import ServedRun
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.structure import Read
@@ -101,13 +103,26 @@ class ServedEntry(Entry):
     @cached_property
     def program(self) -> CompiledProgram:
         """The jitted program of one part; what the step itself takes and gives is whole on each of this worker's devices."""
+        whole = NamedSharding(self._part_program.mesh, PartitionSpec())
+        captured = self.captured
+        return replace(
+            self._part_program, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs)
+        )
+
+    @cached_property
+    def _part_program(self) -> CompiledProgram:
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         options = JitOptions((), self.compiler_options, self.captured.name)
-        part = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
-        whole = NamedSharding(part.mesh, PartitionSpec())
-        captured = self.captured
-        return replace(part, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs))
+        return jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
+
+    def _local_state(self) -> LocalState | None:
+        """Returns a copy of what stays with workers, which has no arrays yet; parameters are split as the plan says."""
+        if self.step.local is None:
+            return None
+        program = self._part_program
+        shardings = dict(zip(self.part.inputs, program.in_shardings, strict=False))
+        return LocalState(self.step.local, shardings, NamedSharding(program.mesh, PartitionSpec()))
 
     @cached_property
     def direct(self) -> None:
@@ -121,7 +136,9 @@ class ServedEntry(Entry):
         own = self.environment.context.servers
         folder = os.path.abspath(own.folder) if own.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
-        return ServedRun(self.step, self.part, self.program.jitted, client)
+        state = self._local_state()
+        local = None if state is None else LocalRun(self.step, state, client)
+        return ServedRun(self.step, self.part, self.program.jitted, client, local)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the program of one part."""
@@ -144,7 +161,7 @@ class ServedEntry(Entry):
             )
         self.environment.check_running()
         own = [fetched(leaf) for leaf in leaves]
-        return run_alone(self.step, self.cut, self.part, self.program.jitted, own)
+        return run_alone(self.step, self.cut, (self.part, self.program.jitted), own, self._local_state())
 
     def gathered(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the leaves with the values that servers hold."""

@@ -26,7 +26,8 @@ from spmdctx.server.program.spec import fingerprint, is_key, raw, server_specs, 
 from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import Origin, RemoteArray, fetched
 from spmdctx.server.state.folder import row_pieces, save_shard
-from spmdctx.server.state.progress import Done, Go, Replay, Setup
+from spmdctx.server.state.progress import Done, Go, Replay, Save, Setup
+from spmdctx.step.served.local import LocalRun
 
 _LOST_S = 0.05
 """Seconds until the scheduler is asked again: it may not yet know that a server was lost."""
@@ -49,10 +50,13 @@ class ServedRun:
         program: of one part.
         call: runs that program.
         client: the connection to the servers.
+        local: what stays with this worker; None for nothing.
     """
 
-    def __init__(self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client) -> None:
-        self._step, self._program, self._call, self._client = step, program, call, client
+    def __init__(
+        self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client, local: LocalRun | None = None
+    ) -> None:
+        self._step, self._program, self._call, self._client, self._local = step, program, call, client, local
         self._cut: Cut | None = None
         self._crossing: Crossing | None = None
         self._first: Sequence[Any] = ()
@@ -157,10 +161,24 @@ class ServedRun:
                 except Lost:
                     self._held = self._ahead = None
                     time.sleep(_LOST_S)
+            elif isinstance(reply, Save):
+                self._save(reply)
             elif at == step:
                 return reply
             else:
                 at += 1
+
+    def _save(self, reply: Save) -> None:
+        assert self._local is not None, "what stays with workers is saved by workers that have it"
+        try:
+            self._bring(self._local, reply.version)
+        except Lost:
+            time.sleep(_LOST_S)
+            return
+        self._local.save(reply.generation, reply.version)
+
+    def _bring(self, local: LocalRun, version: int) -> None:
+        local.bring(version, self._cut_for(self._client.num_servers).taken, self._kept, self._assigned)
 
     def _cut_for(self, num_servers: int) -> Cut:
         if self._cut is None or len(self._cut.servers) != num_servers:
@@ -180,7 +198,10 @@ class ServedRun:
                         continue
                     own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
                 save_shard(Path(self._client.job.folder), 0, number, own)
-        self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
+            if self._local is not None:
+                self._local.begin(self._first)
+        own_layout = Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0, self._local is not None)
+        self._client.set_up(own_layout)
 
     def _compute(self, go: Go, step: int) -> None:
         """Computes parts of a step, pushes them, and pulls what the next step reads.
@@ -195,11 +216,16 @@ class ServedRun:
         self._assign(go, cut, step)
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
+        if self._local is not None:
+            self._bring(self._local, go.version)
+            values |= self._local.values
         pushes = {part: self._pushed(cut, values, part, go) for part in go.parts}
         client.push(go, step, pushes, held.versions)
         if client.job.mode == "sync":
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
             self._ahead = (go.generation, go.version + 1, client.start_pull(go, go.version + 1, slots))
+            if self._local is not None:
+                self._local.start(go.generation)
 
     def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
         """Returns what servers hold in a version."""
@@ -238,17 +264,32 @@ class ServedRun:
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
         captured, cut = self._step.captured, self._cut_for(self._client.num_servers)
+        results = {**done.results, **self._results_here(done)}
         found: list[Any] = []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
                 found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from]))
             elif number in cut.constants:
                 found.append(constant(cut, number, leaves))
-            elif number in done.results:
-                found.append(typed(jnp.asarray(done.results[number]), aval))
+            elif number in results:
+                found.append(typed(jnp.asarray(results[number]), aval))
             else:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
+
+    def _results_here(self, done: Done) -> Mapping[int, Any]:
+        """Returns the results of the last step that workers make, if no worker has told of them yet."""
+        local, step = self._local, self._number - 1
+        if local is None or self._step.local is None or done.results.keys() >= set(self._step.local.results):
+            return {}
+        while not local.results(step) and step >= self._client.kept_from:
+            try:
+                self._client.refresh()
+                self._bring(local, step + 1)
+            except Lost:
+                time.sleep(_LOST_S)
+                self._until_done(step)
+        return local.results(step)
 
     def _handle(self, number: int, aval: Any) -> RemoteArray:
         path, origin = self._step.captured.inputs[number].path, Origin(self, number, self._number)
@@ -262,6 +303,10 @@ class ServedRun:
             if asks:
                 self._until_done(self._number - 1)
             try:
+                if self._local is not None and self._step.local is not None and number in self._step.local.held:
+                    client.refresh()
+                    self._bring(self._local, max(least, client.kept_from))
+                    return self._local.values[number]
                 if self._step.tables is None or number not in self._step.tables.held:
                     return client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
                 count = client.num_servers
