@@ -10,12 +10,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
-def main() -> None:
-    """Trains."""
+def main(make: Callable[[], tuple[Any, Any, Any]] | None = None) -> None:
+    """Trains what `make` returns: a step, its first state, and what makes the batch of a step."""
     parser = argparse.ArgumentParser()
     parser.add_argument("steps", type=int)
     parser.add_argument("--pause", type=float, default=0.0)
@@ -27,7 +28,7 @@ def main() -> None:
     jax.config.update("jax_enable_x64", True)
     import numpy as np
 
-    step, state, batch = made()
+    step, state, batch = (make or made)()
     for number in range(arguments.steps):
         while arguments.gates is not None and (arguments.gates / f"gate-{number}").exists():
             time.sleep(0.02)

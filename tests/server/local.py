@@ -82,7 +82,7 @@ class LocalClient:
             save_shard(Path(self.job.folder), version, number, values)
             shard.forget(version)
         self._complete(version)
-        self._progress.unsaved = None
+        self._progress.saved_by_worker()
 
     def report(self, step, results):
         self._progress.reported(step, results)

@@ -293,6 +293,8 @@ class Scheduler:
         """A server has saved its arrays."""
         if generation != self._progress.generation or self._layout is None:
             return
+        if server == WORKERS and version == self._progress.unsaved:
+            self._progress.saved_by_worker()
         (own := self._files.setdefault(version, {}))[server] = file
         if len(own) == len(self._layout.specs) + len(self._files_of_workers):
             await self._complete(version, self._files.pop(version).values())

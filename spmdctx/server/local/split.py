@@ -39,8 +39,12 @@ def local_notes(step: ServedStep) -> tuple[str, ...]:
         return ()
     inputs, part = step.captured.inputs, step.local
     own = [inputs[number].path for number in part.held]
-    named = ", ".join(own[:3]) + (", ..." if len(own) > 3 else "")
-    return (f"{counted(len(own), 'array')} without a mark of set_param_ps, or of the optimizer for such, stay with workers: {named}.",)
+    named = ", ".join(own[:3]) + (" and others" if len(own) > 3 else "")
+    found = [f"{counted(len(own), 'array')} without a mark of set_param_ps, or of the optimizer for such, stay with workers: {named}."]
+    state = len(own) - len({*part.like.values()})
+    if state:
+        found.append(f"The memory of the plan is that of a part, without {counted(state, 'array')} of the optimizer that stay with workers.")
+    return tuple(found)
 
 
 class _Splitter:

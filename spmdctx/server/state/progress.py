@@ -302,6 +302,10 @@ class Progress:
         """The next worker saves what stays with workers, as it is now."""
         self.unsaved, self.saver = self.version, None
 
+    def saved_by_worker(self) -> None:
+        """What stays with workers is saved."""
+        self.unsaved = self.saver = None
+
     def reported(self, step: int, results: Mapping[int, Any]) -> None:
         """A worker has made results of a step that servers do not make."""
         if step < self.version:

@@ -19,7 +19,7 @@ from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
 from spmdctx.server.engine.scheduler import Job
-from spmdctx.server.loads import server_loads
+from spmdctx.server.loads import local_load, server_loads
 from spmdctx.server.local.state import LocalState
 from spmdctx.server.plan import served_plan
 from spmdctx.server.program.capture import ServedStep
@@ -98,7 +98,8 @@ class ServedEntry(Entry):
         captured = captured_program(self.captured.name, part.jaxpr, None, operands, results)
         planned = plan_program(replace(captured, notes=(*self.captured.notes, *self._notes)), self.environment.settings)
         workers = int(os.environ.get(NUM_WORKERS, "1"))
-        return replace(planned, plan=served_plan(planned.plan, server_loads(self.step, self.cut), self.step.loss.num_parts, workers))
+        loads = server_loads(self.step, self.cut)
+        return replace(planned, plan=served_plan(planned.plan, loads, self.step.loss.num_parts, workers, local_load(self.step)))
 
     @cached_property
     def program(self) -> CompiledProgram:
