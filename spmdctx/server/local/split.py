@@ -33,11 +33,16 @@ def with_local(step: ServedStep, parameters: Iterable[int]) -> ServedStep:
     return replace(step, local=_Splitter(step, own).local()) if own else step
 
 
-def local_notes(step: ServedStep) -> tuple[str, ...]:
-    """Returns what a plan says of the parameters that stay with workers."""
-    if step.local is None:
-        return ()
+def local_notes(step: ServedStep, parameters: Iterable[int]) -> tuple[str, ...]:
+    """Returns what a plan says of parameters without a mark, which are given by number."""
     inputs, part = step.captured.inputs, step.local
+    scalars = [inputs[number].path for number in sorted(parameters) if part is None or number not in part.held]
+    notes = (f"Servers hold scalars without a mark of set_param_ps, too: {', '.join(scalars)}.",) if scalars else ()
+    return notes if part is None else (*_arrays_note(step, part), *notes)
+
+
+def _arrays_note(step: ServedStep, part: Local) -> tuple[str, ...]:
+    inputs = step.captured.inputs
     own = [inputs[number].path for number in part.held]
     named = ", ".join(own[:3]) + (" and others" if len(own) > 3 else "")
     found = [f"{counted(len(own), 'array')} without a mark of set_param_ps, or of the optimizer for such, stay with workers: {named}."]

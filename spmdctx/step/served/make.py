@@ -69,7 +69,7 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     step = with_local(with_tables(step, barred=marks.unmarked), marks.unmarked)
     warnings = (*step.captured.warnings, *_unheeded(context, job))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
-    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step), *local_notes(step), *marks.notes))
+    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step), *local_notes(step, marks.unmarked), *marks.notes))
 
 
 def _refuse_marks(step: ServedStep, unmarked: Iterable[int]) -> None:

@@ -1,5 +1,7 @@
 """Parameters without a mark stay with workers: training is that of one process, whatever is lost, read or replaced."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -142,6 +144,29 @@ def test_workers_that_come_late_or_fall_behind_have_the_same_state(monkeypatch):
     wanted = on_one_device(norms_of(tx), train_of(tx))
     assert cases.largest_difference((one, another), (wanted[0], wanted[0])) <= 1e-12
     assert cases.largest_difference(results, [*wanted[1][:4], *wanted[1][:7], *wanted[1][4:]]) <= 1e-12
+
+
+def test_any_order_of_losses_leaves_no_trace(monkeypatch):
+    found, chance, tx = clients(monkeypatch), random.Random(0), OPTIMIZERS["adam"]
+    step = served(norms_of(tx), ["*/w2"])
+    runs = [(step, cases.state_of(tx), 0)]
+    for _ in range(40):
+        index = chance.randrange(len(runs))
+        step, state, number = runs[index]
+        match chance.random():
+            case fate if fate < 0.1 and number:
+                found[0].rewind(found[0].kept_from)
+            case fate if fate < 0.2 and len(runs) < 3:
+                runs.append((served(norms_of(tx), ["*/w2"]), cases.state_of(tx), 0))
+            case _ if number < 8:
+                state, _ = step(state, cases.batch(number))
+                runs[index] = step, state, number + 1
+    for step, state, number in runs:
+        for later in range(number, 8):
+            state, _ = step(state, cases.batch(later))
+    wanted, _ = on_one_device(norms_of(tx), train_of(tx))
+    assert len(runs) == 3
+    assert cases.largest_difference(state, wanted) <= 1e-12
 
 
 def test_servers_that_are_lost_take_workers_back(monkeypatch):
