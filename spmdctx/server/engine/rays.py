@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from spmdctx.errors import UnsupportedError
+from spmdctx.server.engine.tokens import use_tokens_of
 
 NAMESPACE = "spmdctx"
 SCHEDULER = "spmdctx-scheduler"
@@ -40,6 +41,8 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
 
     The names of actors count in a namespace, of which each job has its own.
     """
+    if address is not None:
+        use_tokens_of(address)
     own = ray()
     if own.is_initialized():
         return
