@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdctx.errors import CommunicationError, UnsupportedError
-from spmdctx.server.engine.rays import SCHEDULER, connect, ray
-from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
+from spmdctx.server.engine.rays import SCHEDULER, answer, connect, ray
+from spmdctx.server.engine.scheduler import Answer, Job, Layout, Word, start_scheduler
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
@@ -47,7 +47,7 @@ class Client:
         self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
-        self._generation = -1
+        self._generation = self._edition = -1
         self.kept_from = 0
         self._num_bytes = 0
         self.job: Job = self._get(self._scheduler.job.remote())
@@ -64,20 +64,23 @@ class Client:
             SystemExit: this worker leaves the job; or the job has failed, and whoever has launched it says why.
         """
         while True:
-            answer: Answer = self._get(self._scheduler.ask.remote(self.worker, step, self._life))
-            self.kept_from, reply = answer.kept_from, answer.reply
+            said: Answer = self._get(self._scheduler.ask.remote(self.worker, step, self._life))
+            self.kept_from, reply = said.kept_from, said.reply
             if isinstance(reply, Failed) and self._is_launched:
                 raise SystemExit(1)
             if isinstance(reply, Failed):
                 raise CommunicationError("The job of the parameter server cannot go on.", got=reply.text)
             if isinstance(reply, Leave):
                 raise SystemExit(0)
-            if isinstance(reply, Go) and reply.generation != self._generation:
-                self._generation, self._servers = self._get(self._scheduler.servers.remote())
-                if reply.generation != self._generation:
+            if isinstance(reply, Go) and (reply.generation, said.edition) != (self._generation, self._edition):
+                self._renew()
+                if (reply.generation, said.edition) != (self._generation, self._edition):
                     continue
             if reply is not None:
                 return reply
+
+    def _renew(self) -> None:
+        self._generation, self._edition, self._servers = self._get(self._scheduler.servers.remote())
 
     @property
     def num_servers(self) -> int:
@@ -99,8 +102,6 @@ class Client:
             Lost: a server was lost.
         """
         found = self._from_servers(pulls)
-        if any(one is None for one in found):
-            raise Lost
         self._count("pulled", num_bytes([one.values for one in found]))
         return found
 
@@ -112,8 +113,6 @@ class Client:
         """
         pulls = [server.pull_rows.remote(go.generation, go.version, own) for server, own in zip(self._servers, places, strict=True)]
         found = self._from_servers(pulls)
-        if any(one is None for one in found):
-            raise Lost
         self._count("rows pulled", num_bytes(places) + num_bytes(found))
         return found
 
@@ -128,17 +127,15 @@ class Client:
             for part, values in parts.items()
             for server, own, version in zip(self._servers, values, versions, strict=True)
         ]
-        found: list[Pushed | None] = self._from_servers(pushes)
-        whole = [one for one in found if one is not None]
-        if len(whole) < len(found):
-            raise Lost
-        results = {number: value for one in whole for number, value in one.results.items()}
+        found: list[Pushed] = self._from_servers(pushes)
+        results = {number: value for one in found for number, value in one.results.items()}
         for own in (own for values in parts.values() for own in values):
             rows = num_bytes({slot: value for slot, value in own.items() if isinstance(value, Rows)})
             self._count("rows pushed", rows)
             self._count("pushed", num_bytes(own) - rows)
         exchanged, self._num_bytes = self._num_bytes, 0
-        self._scheduler.pushed.remote(go.generation, step, list(parts), results, max(one.late for one in whole), exchanged)
+        late = max(one.late for one in found)
+        self._scheduler.pushed.remote(Word(go.generation, self._edition, step, list(parts), results, late, exchanged))
 
     def _count(self, what: str, count: int) -> None:
         self.traffic[what] += count
@@ -151,8 +148,7 @@ class Client:
             Lost: a server was lost.
         """
         calls = [server.assign.remote(go.generation, go.version, own) for server, own in zip(self._servers, values, strict=True) if own]
-        if not all(self._from_servers(calls)):
-            raise Lost
+        self._from_servers(calls)
 
     def latest(self, version: int, slot: str, home: Callable[[int], int]) -> Any:
         """Returns an array as its server has it now, of a version or a later one.
@@ -165,27 +161,33 @@ class Client:
         Raises:
             Lost: a server was lost.
         """
-        self._generation, self._servers = self._get(self._scheduler.servers.remote())
+        self._renew()
         if not self._servers:
             raise Lost
         server = self._servers[home(len(self._servers))]
         return self.finish_pull([server.pull.remote(self._generation, version, [slot], is_exact=False)])[0].values[0]
 
     def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
+        """Returns what servers answer.
+
+        Raises:
+            CommunicationError: one has failed.
+            Lost: a server was lost, or what it was asked for is void.
+        """
         try:
-            return list(self._ray.get(list(calls)))
-        except self._ray.exceptions.RayTaskError:
-            raise
-        except self._ray.exceptions.RayError as error:
+            found = answer(list(calls), "A server")
+        except CommunicationError as error:
+            if isinstance(error.__cause__, self._ray.exceptions.RayTaskError):
+                raise
+            self._edition = -1
             raise Lost from error
+        if any(one is None or one is False for one in found):
+            self._edition = -1
+            raise Lost
+        return list(found)
 
     def _get(self, call: Any) -> Any:
-        try:
-            return self._ray.get(call)
-        except self._ray.exceptions.ActorDiedError as error:
-            raise CommunicationError(
-                "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
-            ) from error
+        return answer(call, "The scheduler")
 
 
 def _new_scheduler(job: Job) -> Any:

@@ -72,10 +72,7 @@ class _Running:
         found = newest_state(Path(launch.job.folder))
         # Parts of steps stay as the job has begun: so do the bits of its sums.
         self._num_parts = launch.num_workers if found is None else found.num_parts
-        try:
-            connect(launch.address, f"{NAMESPACE}-{secrets.token_hex(4)}")
-        except (ConnectionError, ValueError) as error:
-            raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
+        connect(launch.address, f"{NAMESPACE}-{secrets.token_hex(4)}")
         self._ray = ray()
         self._num_gpus = gpus_of_worker(os.environ, int(self._ray.cluster_resources().get("GPU", 0)), launch.num_workers, launch.devices)
         self._scheduler = start_scheduler(launch.job)
