@@ -111,7 +111,7 @@ class Fleet:
         for _ in range(_MOST_LOSSES):
             await _started(number, server)
             try:
-                life: str = await server.load.options(max_task_retries=0).remote(order)
+                life: str = await server.load.remote(order)
             except errors.RayTaskError:
                 raise
             except errors.RayActorError as error:
@@ -132,8 +132,7 @@ class Fleet:
     async def end_of(self, number: int, life: str) -> None:
         """Returns when the process of a server is no more."""
         with suppress(ray().exceptions.RayError):
-            # Ray would ask the next process again; that one tells that it is another.
-            await self.servers[number].watch.options(max_task_retries=0).remote(life)
+            await self.servers[number].watch.remote(life)
 
     def is_current(self, number: int, life: str) -> bool:
         """Returns whether a server of the layout was last loaded in this process."""
@@ -176,7 +175,7 @@ async def _started(number: int, server: Any) -> None:
         CommunicationError: it does not, or cannot start.
     """
     try:
-        await asyncio.wait_for(server.life.remote(), _START_S)
+        await asyncio.wait_for(server.life.options(max_task_retries=-1).remote(), _START_S)
     except (TimeoutError, ray().exceptions.RayError) as error:
         is_late = isinstance(error, TimeoutError)
         raise CommunicationError(

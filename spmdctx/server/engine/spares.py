@@ -43,7 +43,7 @@ class Spares:
         """Takes a server that is lost, whose process Ray starts again, for one that has started; returns the same one if there is none."""
         for number, actor in enumerate(self._actors):
             with suppress(ray().exceptions.RayError, TimeoutError):
-                await asyncio.wait_for(actor.life.options(max_task_retries=0).remote(), _READY_S)
+                await asyncio.wait_for(actor.life.remote(), _READY_S)
                 self._actors[number] = lost
                 return actor
         return lost
@@ -54,8 +54,7 @@ class Spares:
         environment |= {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
         resources = {"ps": 0.001} if own.cluster_resources().get("ps") else {}
         actor = own.remote(Server).options(
-            max_restarts=-1,
-            max_task_retries=-1,
+            max_restarts=-1,  # a call that is lost is not made again: the next process knows nothing of it
             num_cpus=0,
             max_concurrency=1000,
             resources=resources,
