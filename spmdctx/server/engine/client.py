@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spmdctx.errors import CommunicationError, UnsupportedError
-from spmdctx.server.engine.rays import SCHEDULER, answer, connect, ray
-from spmdctx.server.engine.scheduler import Answer, Job, Layout, Word, start_scheduler
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.fleet import Job, Layout
+from spmdctx.server.engine.messages import Answer, Word
+from spmdctx.server.engine.own import start_own
+from spmdctx.server.engine.rays import SCHEDULER, answer, ray
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
@@ -18,7 +20,10 @@ WORKER = "SPMDCTX_PS_WORKER"
 """The number of this worker, in its environment; without it this process is the only one."""
 
 NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
-"""The number of workers with which the job has begun."""
+"""The number of workers of the job when this one was started."""
+
+NUM_PARTS = "SPMDCTX_PS_NUM_PARTS"
+"""The parts of a step that says nothing of them: the number of workers with which the job has first begun."""
 
 JOB = "SPMDCTX_PS_JOB"
 """What `launch` was told of the job: the options of the parameter server by name, as JSON."""
@@ -41,8 +46,7 @@ class Client:
         if WORKER in os.environ:
             self._scheduler = own.get_actor(SCHEDULER)
         else:
-            connect()
-            self._scheduler = _new_scheduler(job)
+            self._scheduler = start_own(job, self)
         self._is_launched = WORKER in os.environ
         self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
@@ -52,9 +56,9 @@ class Client:
         self._num_bytes = 0
         self.job: Job = self._get(self._scheduler.job.remote())
 
-    def hello(self, fingerprint: str, num_parts: int) -> None:
-        """Tells of the step that this worker does."""
-        self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts))
+    def hello(self, fingerprint: str, num_parts: int) -> bool:
+        """Tells of the step that this worker does; returns whether others are doing it already."""
+        return bool(self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts)))
 
     def ask(self, step: int) -> Setup | Go | Done | Replay:
         """Returns what this worker does in a step, once there is something.
@@ -188,17 +192,6 @@ class Client:
 
     def _get(self, call: Any) -> Any:
         return answer(call, "The scheduler")
-
-
-def _new_scheduler(job: Job) -> Any:
-    try:
-        return start_scheduler(job)
-    except ValueError as error:  # Ray's, of a name that is taken
-        raise UnsupportedError(
-            "This process has servers already: they hold the state of one step, with one set of shapes.",
-            got=str(error),
-            fix="give all batches one shape; train another step in another process",
-        ) from error
 
 
 def num_bytes(values: Any) -> int:

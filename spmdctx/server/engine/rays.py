@@ -66,17 +66,22 @@ def answer(call: Any, who: str) -> Any:
         ) from error
 
 
-def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> None:
+def cause_of(error: Exception) -> str:
+    """Returns the text of an error, or of the one that an actor has raised."""
+    return str(getattr(error, "cause", None) or error)
+
+
+def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> bool:
     """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
 
-    The names of actors count in a namespace, of which each job has its own.
+    The names of actors count in a namespace, of which each job has its own. Returns whether it was not connected before.
 
     Raises:
         CommunicationError: no cluster is there, or none can be started.
     """
     own = ray()
     if own.is_initialized():
-        return
+        return False
     options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
@@ -95,6 +100,7 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
                 fix = "free memory and disk space where Ray has its files (/tmp, or RAY_TMPDIR)"
                 raise CommunicationError("Ray cannot be started.", got=got, fix=fix) from error
             raise CommunicationError("There is no cluster of Ray.", got=f"{address}: {got}", fix="ray start --head") from error
+    return True
 
 
 def join_job(scheduler: str = SCHEDULER) -> tuple[Any, str]:

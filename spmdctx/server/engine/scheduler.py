@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
-from spmdctx.server.engine.lines import Lines
-from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.engine.messages import Answer, Lines, Word
+from spmdctx.server.engine.rays import SCHEDULER, cause_of, ray
 from spmdctx.server.state.folder import SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
 from spmdctx.server.state.presence import BEAT_S, Presence
-from spmdctx.server.state.progress import Failed, Leave, Progress, Reply, Summary
+from spmdctx.server.state.progress import Leave, Progress, Reply, Summary
 
 _POLL_S = 20.0
 _QUIET_S = 10.0
 _SPARE_S = 3.0
-
-
-class Answer(NamedTuple):
-    """A reply to a worker; it keeps the inputs of steps from `kept_from` on, and asks for servers whose edition is another one."""
-
-    reply: Reply | None
-    kept_from: int
-    edition: int = 0
-
-
-class Word(NamedTuple):
-    """What a worker says of parts that it has pushed to all servers.
-
-    Attributes:
-        generation: in which it was.
-        edition: of the servers that it knew.
-        step: of the parts.
-        parts: their numbers.
-        results: of the step, by number.
-        late: in "async", how many updates they were late at most.
-        num_bytes: that it has exchanged with servers since its last word.
-    """
-
-    generation: int
-    edition: int
-    step: int
-    parts: Sequence[int]
-    results: Mapping[int, Any]
-    late: int
-    num_bytes: int
 
 
 class Scheduler:
@@ -116,14 +85,15 @@ class Scheduler:
         """Returns for how many seconds nothing has been heard of each worker that has begun and not ended."""
         return self._presence.silence()
 
-    async def hello(self, worker: int, fingerprint: str, num_parts: int) -> None:
-        """The script of a worker has come to its first step, which has a fingerprint and parts."""
+    async def hello(self, worker: int, fingerprint: str, num_parts: int) -> bool:
+        """The script of a worker has come to its first step, which has a fingerprint and parts; returns whether servers are there."""
         wrong = self._misfit(fingerprint, num_parts)
         if wrong:
             await self.fail(wrong)
         self._step = (fingerprint, num_parts)
         self._progress.hello(worker)
         await self._notify()
+        return self._progress.ready
 
     def _misfit(self, fingerprint: str, num_parts: int) -> str:
         """Says why a step is not the one of this job, or of its folder, if it is not."""
@@ -195,7 +165,7 @@ class Scheduler:
                 self._common = layout.version
                 await fleet.load(layout.version, progress.generation + 1, self._updates)
             except Exception as error:
-                await self.fail(f"Servers cannot load their state: {_cause(error)}")
+                await self.fail(f"Servers cannot load their state: {cause_of(error)}")
                 return
             progress.start(layout.version, len(layout.specs), layout.num_parts)
         for number in range(len(fleet.servers)):
@@ -239,7 +209,7 @@ class Scheduler:
                 await self._notify()
                 await self._fleet.load(self._common, progress.generation)
         except Exception as error:
-            progress.fail(f"Server {number} was lost, and its state cannot be loaded: {_cause(error)}")
+            progress.fail(f"Server {number} was lost, and its state cannot be loaded: {cause_of(error)}")
         progress.busy = False
         await self._notify()
 
@@ -265,7 +235,7 @@ class Scheduler:
         try:
             files, updates = await self._saved_by_all(version)
         except Exception as error:
-            await self.fail(f"Servers cannot save their arrays: {_cause(error)}")
+            await self.fail(f"Servers cannot save their arrays: {cause_of(error)}")
         else:
             if files:
                 await self._complete(version, files, updates)
@@ -334,7 +304,7 @@ class Scheduler:
         try:
             await asyncio.to_thread(complete, self._folder, self._state(version, files)._replace(updates=updates), results)
         except Exception as error:
-            await self.fail(f"A state cannot be saved: {_cause(error)}")
+            await self.fail(f"A state cannot be saved: {cause_of(error)}")
             return
         if version >= self._common:
             self._common, self._updates = version, updates
@@ -352,7 +322,7 @@ class Scheduler:
             try:
                 files, updates = await self._saved_by_all(version)
             except Exception as error:
-                await self.fail(f"Servers cannot save their state: {_cause(error)}")
+                await self.fail(f"Servers cannot save their state: {cause_of(error)}")
                 return
             if count is None or not files:
                 # A server was lost meanwhile: its steps are done again first.
@@ -422,20 +392,3 @@ class Scheduler:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def start_scheduler(job: Job, name: str = SCHEDULER) -> Any:
-    """Starts the scheduler of a job beside this process: a node that is lost elsewhere does not take it along."""
-    own = ray()
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    here = strategies.NodeAffinitySchedulingStrategy(own.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_concurrency": 1000, "name": name, "scheduling_strategy": here}
-    return own.remote(Scheduler).options(**options).remote(job, name)
-
-
-def _cause(error: Exception) -> str:
-    """Returns the text of an error, or of the one that an actor has raised."""
-    return str(getattr(error, "cause", None) or error)
-
-
-__all__ = ["Answer", "Failed", "Job", "Layout", "Scheduler", "start_scheduler"]

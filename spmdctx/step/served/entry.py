@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +17,7 @@ from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
-from spmdctx.server.engine.scheduler import Job
+from spmdctx.server.engine.fleet import Job
 from spmdctx.server.loads import server_loads
 from spmdctx.server.marks import check_marks
 from spmdctx.server.plan import served_plan
@@ -121,9 +120,9 @@ class ServedEntry(Entry):
         """This worker's steps, connected to the servers."""
         self.environment.check_running()
         own = self.environment.context.servers
-        folder = os.path.abspath(own.folder) if own.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
+        folder = os.path.abspath(own.folder) if own.folder else ""
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
-        return ServedRun(self.step, self.part, self.program.jitted, client)
+        return ServedRun(self.step, self.part, self.program.jitted, client, self.cut, lambda: self.lower(()).compile())
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the program of one part."""

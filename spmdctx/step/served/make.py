@@ -11,7 +11,7 @@ from typing import Any
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
@@ -56,7 +56,7 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     if not num_losses(target, call, static, settings):
         captured = capture_step(target, call, static, settings)
         return FetchingEntry(replace(captured, warnings=(*captured.warnings, *_alone(captured))), around, notes)
-    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
+    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else _num_parts(os.environ)
     job = json.loads(os.environ.get(JOB, "{}"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
     step = with_tables(capture_served(target, call, static, own, parts))
@@ -64,6 +64,11 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     warnings = (*step.captured.warnings, *_unheeded(context, job))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+
+
+def _num_parts(environ: Mapping[str, str]) -> int:
+    """Returns how many parts a step has that says nothing of them."""
+    return int(environ.get(NUM_PARTS, environ.get(NUM_WORKERS, "1")))
 
 
 def _alone(captured: Captured) -> list[str]:

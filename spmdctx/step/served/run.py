@@ -16,7 +16,7 @@ from spmdctx._compat import x64_is_on
 from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
-from spmdctx.server.engine.scheduler import Layout
+from spmdctx.server.engine.fleet import Layout
 from spmdctx.server.initial import with_recipes
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import Crossing, crossing_of
@@ -49,9 +49,19 @@ class ServedRun:
         program: of one part.
         call: runs that program.
         client: the connection to the servers.
+        cut: of the step, for any number of servers.
+        prepare: compiles that program.
     """
 
-    def __init__(self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client) -> None:
+    def __init__(
+        self,
+        step: ServedStep,
+        program: WorkerProgram,
+        call: Callable[..., Sequence[Any]],
+        client: Client,
+        cut: Cut,
+        prepare: Callable[[], object],
+    ) -> None:
         self._step, self._program, self._call, self._client = step, program, call, client
         self._cut: Cut | None = None
         self._crossing: Crossing | None = None
@@ -62,7 +72,10 @@ class ServedRun:
         self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
         self._reader = RowReader(step)
-        client.hello(fingerprint(step), step.loss.num_parts)
+        self._take_cut(cut)
+        if client.hello(fingerprint(step), step.loss.num_parts):
+            # Others would wait for its first part.
+            prepare()
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Does the next step, and returns its flat results."""
@@ -164,9 +177,13 @@ class ServedRun:
 
     def _cut_for(self, num_servers: int) -> Cut:
         if self._cut is None or len(self._cut.servers) != num_servers:
-            self._cut = cut_step(self._step, num_servers)
-            self._crossing = crossing_of(self._step, self._cut) if self._client.job.mode == "async" else None
+            return self._take_cut(cut_step(self._step, num_servers))
         return self._cut
+
+    def _take_cut(self, cut: Cut) -> Cut:
+        self._cut = cut
+        self._crossing = crossing_of(self._step, cut) if self._client.job.mode == "async" else None
+        return cut
 
     def _set_up(self, reply: Setup) -> None:
         cut = self._cut_for(reply.num_servers)

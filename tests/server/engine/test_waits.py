@@ -16,7 +16,7 @@ from spmdctx.step.served.run import ServedRun
 def scheduler():
     found = object.__new__(Scheduler)
     found._changed, found._progress, found._board = asyncio.Condition(), Progress(2), {}
-    found._fleet = SimpleNamespace(servers=[])
+    found._fleet = SimpleNamespace(servers=[], edition=3)
     return found
 
 
@@ -47,13 +47,13 @@ def test_servers_are_awaited_only_while_they_are_started(busy):
         with pytest.raises(TimeoutError):
             asyncio.run(run())
     else:
-        assert asyncio.run(run()) == (0, [])
+        assert asyncio.run(run()) == (0, 3, [])
 
 
 def server(order, tables=()):
     found = object.__new__(Server)
     found._changed, found._renewing, found._saving = asyncio.Condition(), asyncio.Lock(), asyncio.Lock()
-    found._order, found._applied, found._number = order, {(3, 0), (5, 1)}, 0
+    found._order, found._applied, found._floor = order, {(3, 0), (5, 1)}, 0
     found._shard = SimpleNamespace(saved=dict, tables=tables)
     return found
 
