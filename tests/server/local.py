@@ -101,5 +101,6 @@ class LocalClient:
         for thread in threads:
             thread.join(60)
 
-    def latest(self, version, slot, home):
-        return self._shards[home(len(self._shards))].pull([slot])[1][0]
+    def latest(self, least, slots):
+        wanted = slots(len(self._shards))
+        return [shard.pull(own)[1] if own else [] for shard, own in zip(self._shards, wanted, strict=True)]

@@ -154,22 +154,29 @@ class Client:
         calls = [server.assign.remote(go.generation, go.version, own) for server, own in zip(self._servers, values, strict=True) if own]
         self._from_servers(calls)
 
-    def latest(self, version: int, slot: str, home: Callable[[int], int]) -> Any:
-        """Returns an array as its server has it now, of a version or a later one.
+    def latest(self, least: int, slots: Callable[[int], Sequence[Sequence[str]]]) -> list[list[Any]]:
+        """Returns arrays of each server as they are now; in "sync" all are of one version.
 
         Args:
-            version: the least one.
-            slot: of the array.
-            home: returns its server among so many.
+            least: the first version that will do.
+            slots: returns those of each server, of so many.
 
         Raises:
-            Lost: a server was lost.
+            Lost: a server was lost, or has gone on meanwhile: it is to be asked again.
         """
         self._renew()
         if not self._servers:
             raise Lost
-        server = self._servers[home(len(self._servers))]
-        return self.finish_pull([server.pull.remote(self._generation, version, [slot], is_exact=False)])[0].values[0]
+        wanted = list(zip(self._servers, slots(len(self._servers)), strict=True))
+        found = self._pulled(wanted, least, is_exact=False)
+        versions = {one.version for one in found}
+        if len(versions) > 1 and self.job.mode == "sync":
+            found = self._pulled(wanted, max(versions), is_exact=True)
+        given = iter(found)
+        return [next(given).values if own else [] for _, own in wanted]
+
+    def _pulled(self, wanted: Sequence[tuple[Any, Sequence[str]]], version: int, *, is_exact: bool) -> list[Pulled]:
+        return self.finish_pull([server.pull.remote(self._generation, version, own, is_exact=is_exact) for server, own in wanted if own])
 
     def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
         """Returns what servers answer.

@@ -8,9 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.extend.core as jexc
+import numpy as np
+
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
+from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.program.capture import capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
@@ -62,8 +66,21 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     step = with_tables(capture_served(target, call, static, own, parts))
     check_results(step.captured)
     warnings = (*step.captured.warnings, *_unheeded(context, job))
+    notes = (*notes, *_narrowed(step.captured, call))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+
+
+def _narrowed(captured: Captured, call: Call) -> list[str]:
+    """Returns what to say of state that NumPy has in a type that JAX is told not to use."""
+    read, found = captured.structure.read(call), []
+    carried = {leaf.carried_from for leaf in captured.outputs if leaf.carried_from is not None}
+    for index in sorted(carried) if read is not None else ():
+        given, aval = read.leaves[index], captured.in_avals[index]
+        if isinstance(given, np.ndarray) and given.dtype != aval.dtype:
+            path = captured.inputs[index].path
+            found.append(f"{path} is {given.dtype}, and servers hold it as {aval.dtype}: jax_enable_x64 is off.")
+    return found
 
 
 def _num_parts(environ: Mapping[str, str]) -> int:
@@ -73,9 +90,11 @@ def _num_parts(environ: Mapping[str, str]) -> int:
 
 def _alone(captured: Captured) -> list[str]:
     """Returns what to say of a step that renews state and has nothing that servers could do."""
-    body = captured.jaxpr.jaxpr
+    body = inlined(captured.jaxpr).jaxpr
+    source = {eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "copy"}
     for result, leaf in zip(body.outvars, captured.outputs, strict=True):
-        if leaf.carried_from is not None and result is not body.invars[leaf.carried_from]:
+        given = result if isinstance(result, jexc.Literal) else source.get(result, result)
+        if leaf.carried_from is not None and given is not body.invars[leaf.carried_from]:
             path = captured.inputs[leaf.carried_from].path
             return [f"{captured.name} has no loss of spmdctx.value_and_grad: each worker renews {path} by itself."]
     return []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import Origin, RemoteArray, fetched
 from spmdctx.server.state.folder import row_pieces, save_shard
 from spmdctx.server.state.progress import Done, Go, Replay, Setup
+from spmdctx.server.state.row_files import rows_of
 
 _LOST_S = 0.05
 """Seconds until the scheduler is asked again: it may not yet know that a server was lost."""
@@ -139,7 +139,7 @@ class ServedRun:
         values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
         if values:
             own = [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers]
-            by_rows = values.keys() & (frozenset[int]() if self._step.tables is None else self._step.tables.held)
+            by_rows = values.keys() & self._by_rows
             for server, given in enumerate(own):
                 given.update({f"in/{one}": values[one][server :: len(own)] for one in sorted(by_rows)})
             self._client.assign(go, own)
@@ -186,7 +186,7 @@ class ServedRun:
         return cut
 
     def _set_up(self, reply: Setup) -> None:
-        cut = self._cut_for(reply.num_servers)
+        cut, avals = self._cut_for(reply.num_servers), self._step.captured.in_avals
         specs = with_recipes(server_specs(self._step, cut, x64=x64_is_on()), self._step, self._first)
         if reply.version is None:
             for number, server in enumerate(cut.servers):
@@ -195,7 +195,7 @@ class ServedRun:
                 for slot, piece in row_pieces(specs[number]).items():
                     if slot in recipes:
                         continue
-                    own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
+                    own[piece.name] = rows_of(self._first[int(slot[3:])], avals[int(slot[3:])], piece)
                 save_shard(Path(self._client.job.folder), 0, number, own)
         self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
 
@@ -269,31 +269,44 @@ class ServedRun:
 
     def _handle(self, number: int, aval: Any) -> RemoteArray:
         path, origin = self._step.captured.inputs[number].path, Origin(self, number, self._number)
-        return RemoteArray(aval, path, origin, lambda: typed(jnp.asarray(self._read(number)), aval))
+        return RemoteArray(aval, path, origin, lambda: self.read([number])[number])
 
-    def _read(self, number: int) -> Any:
-        """Returns an array as its server has it now, after all steps that this worker has seen."""
+    def read(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """Returns arrays as servers have them now, after all steps that this worker has seen; in "sync" all are of one version."""
         client, is_sync = self._client, self._client.job.mode == "sync"
         least, asks = self._number if is_sync else 0, is_sync
         while True:
             if asks:
                 self._until_done(self._number - 1)
             try:
-                if self._step.tables is None or number not in self._step.tables.held:
-                    return client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
-                count = client.num_servers
-                pieces = [client.latest(least, f"in/{number}", partial(_first, own)) for own in range(count)]
-                if client.num_servers == count:
-                    return interleaved(pieces)
+                return self._joined(numbers, client.latest(least, lambda count: self._slots(numbers, count)))
             except Lost:
                 # Servers may be there only when this worker has divided the step for them.
                 asks = True
                 time.sleep(_LOST_S)
 
+    def _slots(self, numbers: Sequence[int], num_servers: int) -> list[list[str]]:
+        """Returns what to ask each server for."""
+        home = self._cut_for(num_servers).home
+        return [
+            [f"in/{number}" for number in numbers if number in self._by_rows or home.get(number, 0) == server]
+            for server in range(num_servers)
+        ]
 
-def _first(server: int, num_servers: int) -> int:
-    del num_servers
-    return server
+    def _joined(self, numbers: Sequence[int], pieces: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        """Returns whole arrays of what servers have given."""
+        avals, slots = self._step.captured.in_avals, self._slots(numbers, len(pieces))
+        given = [dict(zip(own, values, strict=True)) for own, values in zip(slots, pieces, strict=True)]
+        found = {}
+        for number in numbers:
+            values = [own[f"in/{number}"] for own in given if f"in/{number}" in own]
+            whole = interleaved(values) if number in self._by_rows else values[0]
+            found[number] = typed(jnp.asarray(whole), avals[number])
+        return found
+
+    @property
+    def _by_rows(self) -> frozenset[int]:
+        return frozenset() if self._step.tables is None else frozenset(self._step.tables.held)
 
 
 def _own(leaf: Any) -> Any:
