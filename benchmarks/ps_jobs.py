@@ -22,6 +22,7 @@ class Running:
 
     Attributes:
         losses: by step, what workers have said of it.
+        times: by step, the seconds of a clock at which a worker was first seen to have done it.
         states: what they have said of their last state.
         other: all other lines, of its errors too.
     """
@@ -38,6 +39,7 @@ class Running:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT, start_new_session=True
         )
         self.losses: dict[int, set[str]] = {}
+        self.times: dict[int, float] = {}
         self.states: list[str] = []
         self.other: list[str] = []
         self._changed = threading.Condition()
@@ -55,6 +57,7 @@ class Running:
                     elif found[2] == "STEP":
                         step, loss = found[3].split()
                         self.losses.setdefault(int(step), set()).add(loss)
+                        self.times.setdefault(int(step), time.monotonic())
                     else:
                         self.states.append(found[3])
                     self._changed.notify_all()
@@ -63,6 +66,20 @@ class Running:
     def last(self) -> int:
         """The newest step that a worker has seen done."""
         return max(self.losses, default=-1)
+
+    def longest_gap(self, first: int, last: int) -> float:
+        """Returns the longest time, in seconds, between two steps of a range that were done one after the other."""
+        return max(self.gaps(first, last))
+
+    def gaps(self, first: int, last: int) -> list[float]:
+        """Returns the times, in seconds, between the steps of a range that were done one after the other."""
+        # A worker that was late may say an earlier step later, so the newest step counts.
+        found, newest = [], self.times[first]
+        for step in range(first + 1, last + 1):
+            if step in self.times:
+                found.append(max(0.0, self.times[step] - newest))
+                newest = max(newest, self.times[step])
+        return found
 
     def wait_for(self, step: int, seconds: float = PATIENCE_S) -> None:
         """Waits until a worker has seen a step done.

@@ -57,7 +57,7 @@ INNER = {
         "progress presence row_files table",
         "folder shard",
     ),
-    "server/engine": ("rays display", "server", "fleet", "scheduler", "client worker", "job"),
+    "server/engine": ("rays display messages", "server", "spares", "fleet", "scheduler", "own worker", "client", "job"),
     "step": (
         "planning processes direct out_of_memory agreement options",
         "entry",

@@ -18,6 +18,8 @@ from spmdctx.server.program.cut import Cut
 from spmdctx.server.program.row_ids import RowReader, given_to, interleaved, places_on
 from spmdctx.server.program.spec import ServerSpec, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
+from spmdctx.server.state.folder import row_pieces
+from spmdctx.server.state.row_files import rows_of
 from spmdctx.server.state.shard import Shard
 
 Call = Callable[..., Sequence[Any]]
@@ -87,7 +89,8 @@ class Alone:
         self._step, self._cut = step, cut
         self._specs = server_specs(step, cut, x64=x64_is_on())
         self._reader = RowReader(step)
-        self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
+        avals = step.captured.in_avals
+        self.shards = [Shard(spec, _held(spec, leaves, avals), 0) for spec in self._specs]
         self._own = local
         if step.local is not None and local is not None:
             local.load(0, {number: raw(jnp.asarray(leaves[number])) for number in step.local.held})
@@ -141,11 +144,11 @@ class Alone:
         return {**{int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}, **own}
 
 
-def _held(spec: ServerSpec, leaves: Sequence[Any]) -> dict[str, Any]:
+def _held(spec: ServerSpec, leaves: Sequence[Any], avals: Sequence[Any]) -> dict[str, Any]:
     """Returns what a server holds, of the leaves of the step."""
     found = {slot: raw(jnp.asarray(leaves[int(slot[3:])])) for slot in spec.held}
-    for slot in (slot for table in spec.tables for slot in table.held):
-        found[slot] = np.array(leaves[int(slot[3:])])[spec.server :: spec.num_servers]
+    for slot, piece in row_pieces(spec).items():
+        found[slot] = np.array(rows_of(leaves[int(slot[3:])], avals[int(slot[3:])], piece))
     return found
 
 

@@ -1,5 +1,6 @@
 """Servers in the process of the worker, with no engine: what a job must come to, whatever is lost on its way."""
 
+import tempfile
 import threading
 from pathlib import Path
 
@@ -34,7 +35,8 @@ class LocalClient:
     worker = 0
 
     def __init__(self, job):
-        self.job, self.kept_from = job, 0
+        self._folder = tempfile.TemporaryDirectory()
+        self.job, self.kept_from = job if job.folder else job._replace(folder=self._folder.name), 0
         self._progress = Progress(job.num_servers)
         self._shards = []
         self._layout = None
@@ -137,5 +139,7 @@ class LocalClient:
         for thread in threads:
             thread.join(60)
 
-    def latest(self, version, slot, home):
-        return self._shards[home(len(self._shards))].pull([slot])[1][0]
+    def latest(self, least, slots):
+        wanted = slots(len(self._shards))
+        values = [shard.pull(own)[1] if own else [] for shard, own in zip(self._shards, wanted, strict=True)]
+        return self._progress.version, values

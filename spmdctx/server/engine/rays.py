@@ -10,7 +10,7 @@ import time
 import warnings
 from typing import Any
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import CommunicationError, SpmdctxError, UnsupportedError
 from spmdctx.server.engine.tokens import use_tokens_of
 
 NAMESPACE = "spmdctx"
@@ -36,16 +36,55 @@ def ray() -> Any:
         ) from error
 
 
-def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> None:
+def answer(call: Any, who: str) -> Any:
+    """Returns what an actor answers.
+
+    Args:
+        call: the answer to come.
+        who: whose it is, such as "The scheduler".
+
+    Raises:
+        CommunicationError: the actor is gone or cannot be reached, or it has failed by an error that is none of ours.
+        SpmdctxError: that the actor has raised.
+    """
+    own = ray()
+    try:
+        return own.get(call)
+    except own.exceptions.RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, SpmdctxError):
+            raise cause from error
+        raise CommunicationError(f"{who} of the parameter server has failed.", got=f"{type(cause).__name__}: {cause}") from error
+    except own.exceptions.ActorUnavailableError as error:
+        raise CommunicationError(
+            f"{who} of the parameter server cannot be reached.",
+            got=type(error).__name__,
+            fix="look at the network and at `ray status`; then submit the job again: it goes on from its folder",
+        ) from error
+    except own.exceptions.RayError as error:
+        raise CommunicationError(
+            f"{who} of the parameter server is gone.", got=type(error).__name__, fix="submit the job again: it goes on from its folder"
+        ) from error
+
+
+def cause_of(error: Exception) -> str:
+    """Returns the text of an error, or of the one that an actor has raised."""
+    return str(getattr(error, "cause", None) or error)
+
+
+def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> bool:
     """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
 
-    The names of actors count in a namespace, of which each job has its own.
+    The names of actors count in a namespace, of which each job has its own. Returns whether it was not connected before.
+
+    Raises:
+        CommunicationError: no cluster is there, or none can be started.
     """
     if address is not None:
         use_tokens_of(address)
     own = ray()
     if own.is_initialized():
-        return
+        return False
     options: dict[str, Any] = {"namespace": namespace, "log_to_driver": False, "logging_level": logging.ERROR}
     if address is None:
         options |= {"include_dashboard": False, "num_cpus": max(4, os.cpu_count() or 1), "object_store_memory": _STORE_BYTES}
@@ -56,17 +95,25 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         # Ray starts its processes by a fork that runs another program at once.
         warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
         _silence()
-        own.init(address=address or "local", **options)
+        try:
+            own.init(address=address or "local", **options)
+        except (OSError, RuntimeError, ValueError, own.exceptions.RayError) as error:
+            got = f"{type(error).__name__}: {error}"
+            if address is None:
+                fix = "free memory and disk space where Ray has its files (/tmp, or RAY_TMPDIR)"
+                raise CommunicationError("Ray cannot be started.", got=got, fix=fix) from error
+            raise CommunicationError("There is no cluster of Ray.", got=f"{address}: {got}", fix="ray start --head") from error
+    return True
 
 
-def join_job() -> tuple[Any, str]:
+def join_job(scheduler: str = SCHEDULER) -> tuple[Any, str]:
     """Returns the scheduler of this actor's job, and what tells this process from the next one of the actor.
 
-    Ray does not make arguments of a constructor again, so the scheduler is found by its name.
+    Ray does not make arguments of a constructor again but for the smallest, so the scheduler is found by its name.
     """
     own = ray()
     _end_with_ray()
-    return own.get_actor(SCHEDULER), str(own.get_runtime_context().get_worker_id())
+    return own.get_actor(scheduler), str(own.get_runtime_context().get_worker_id())
 
 
 def _end_with_ray() -> None:

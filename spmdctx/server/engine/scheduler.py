@@ -3,52 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
-from spmdctx.server.engine.rays import SCHEDULER, ray
+from spmdctx.server.engine.messages import WORKERS, Answer, Lines, Word
+from spmdctx.server.engine.rays import SCHEDULER, cause_of, ray
 from spmdctx.server.state.folder import WORKERS_FILE, SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
 from spmdctx.server.state.presence import BEAT_S, Presence
-from spmdctx.server.state.progress import Failed, Leave, Progress, Reply, Summary
+from spmdctx.server.state.progress import Leave, Progress, Reply, Summary
 
 _POLL_S = 20.0
 _QUIET_S = 10.0
-WORKERS = -1
-"""Stands for a server's number where workers have saved what stays with them."""
-
-
-class Answer(NamedTuple):
-    """A reply to a worker; it keeps the inputs of steps from `kept_from` on."""
-
-    reply: Reply | None
-    kept_from: int
+_SPARE_S = 3.0
 
 
 class Scheduler:
     """The progress of one job; all methods are called by way of Ray.
 
+    Args:
+        job: what it is told.
+        name: by which actors find this one.
+
     Raises:
         CheckpointError: the folder holds a state that is damaged.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, name: str = SCHEDULER) -> None:
         self._job = job
         self._folder = Path(job.folder)
         self._progress = Progress(job.num_servers, job.mode, job.max_staleness)
         self._changed = asyncio.Condition()
         self._recovering = asyncio.Lock()
-        self._fleet = Fleet(job)
+        self._fleet = Fleet(job, name)
         self._layout: Layout | None = None
         self._board: dict[tuple[int, int], dict[str, Any]] = {}
         self._files: dict[int, dict[int, str]] = {}
         self._common = 0
+        self._updates: Updates | None = None
         self._asked_for: int | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._lines, self._num_taken = list[tuple[int, str, str]](), 0
+        self._lines = Lines()
         self._step: tuple[str, int] | None = None
         self._presence = Presence()
         self._is_saving = False
@@ -62,8 +59,8 @@ class Scheduler:
         self._common = progress.saved = progress.version = state.version
         progress.results = dict(load_results(state))
         if progress.mode == "async":
-            updates = state.updates or Updates(state.version, ())
-            progress.resume(state.version, updates.floor, updates.done)
+            self._updates = state.updates or Updates(state.version, ())
+            progress.resume(state.version, self._updates.floor, self._updates.done)
         elif state.updates is not None:
             progress.fail(f"The folder {self._folder} holds the state of an asynchronous job, whose steps may be done in part.")
 
@@ -88,14 +85,15 @@ class Scheduler:
         """Returns for how many seconds nothing has been heard of each worker that has begun and not ended."""
         return self._presence.silence()
 
-    async def hello(self, worker: int, fingerprint: str, num_parts: int) -> None:
-        """The script of a worker has come to its first step, which has a fingerprint and parts."""
+    async def hello(self, worker: int, fingerprint: str, num_parts: int) -> bool:
+        """The script of a worker has come to its first step, which has a fingerprint and parts; returns whether servers are there."""
         wrong = self._misfit(fingerprint, num_parts)
         if wrong:
             await self.fail(wrong)
         self._step = (fingerprint, num_parts)
         self._progress.hello(worker)
         await self._notify()
+        return self._progress.ready
 
     def _misfit(self, fingerprint: str, num_parts: int) -> str:
         """Says why a step is not the one of this job, or of its folder, if it is not."""
@@ -137,13 +135,17 @@ class Scheduler:
                 await asyncio.wait_for(self._changed.wait_for(is_answered), _POLL_S)
             except TimeoutError:
                 found = None
-        return Answer(found, self._common if self._progress.mode == "sync" else self._progress.floor)
+        return Answer(found, self._common if self._progress.mode == "sync" else self._progress.floor, self._fleet.edition)
 
-    async def servers(self) -> tuple[int, list[Any]]:
-        """Returns the generation and the actors of the servers; none where a worker that asks has to divide the step for them first."""
+    async def servers(self) -> tuple[int, int, list[Any]]:
+        """Returns the generation, the edition and the actors of the servers.
+
+        There are none where a worker that asks has to divide the step for them first.
+        """
+        progress, fleet = self._progress, self._fleet
         async with self._changed:
-            await self._changed.wait_for(lambda: self._progress.ready or not self._progress.busy or bool(self._progress.failure))
-        return self._progress.generation, self._fleet.servers
+            await self._changed.wait_for(lambda: progress.ready or not progress.busy or bool(progress.failure))
+        return progress.generation, fleet.edition, fleet.servers
 
     async def set_up(self, layout: Layout) -> None:
         """Starts servers for a step that a worker has divided."""
@@ -161,40 +163,45 @@ class Scheduler:
                     files = [*map(shard_name, range(len(layout.specs))), *self._files_of_workers]
                     await asyncio.to_thread(complete, self._folder, self._state(0, files), {})
                 self._common = layout.version
-                await fleet.load(layout.version, progress.generation + 1)
+                await fleet.load(layout.version, progress.generation + 1, self._updates)
             except Exception as error:
-                await self.fail(f"Servers cannot load their state: {_cause(error)}")
+                await self.fail(f"Servers cannot load their state: {cause_of(error)}")
                 return
             progress.start(layout.version, len(layout.specs), layout.num_parts)
-        for number, server in enumerate(fleet.servers):
-            self._start(self._watched(number, server))
+        for number in range(len(fleet.servers)):
+            self._start(self._watched(number))
+        self._start(self._provide())
         await self._notify()
+
+    async def _provide(self) -> None:
+        """Starts a spare server, once the first steps are under way."""
+        await asyncio.sleep(_SPARE_S)
+        if self._progress.ready:
+            self._fleet.provide()
 
     def _state(self, version: int, files: Iterable[str]) -> SavedState:
         layout = self._layout
         assert layout is not None, "a state that is saved has a layout"
         return SavedState(version, state_folder(self._folder, version), layout.fingerprint, layout.num_parts, tuple(files))
 
-    async def _watched(self, number: int, server: Any) -> None:
+    async def _watched(self, number: int) -> None:
         """Has the lost steps done again whenever a server was lost."""
-        fleet = self._fleet
-        life = fleet.life(number)
-        while fleet.is_current(number, server, life):
+        fleet, layout = self._fleet, self._layout
+        while self._layout is layout and self._progress.ready and not self._progress.failure:
+            life = fleet.life(number)
             await fleet.end_of(number, life)
             async with self._recovering:
                 # Loading for another server may have reached the new process of this one.
-                if fleet.is_current(number, server, life) and not self._progress.failure:
+                if self._layout is layout and fleet.is_current(number, life) and not self._progress.failure:
                     await self._recover(number)
-                if number >= len(fleet.servers) or fleet.servers[number] is not server or self._progress.failure:
-                    return
-                life = fleet.life(number)
 
     async def _recover(self, number: int) -> None:
         progress = self._progress
         progress.busy = True
         try:
+            await self._fleet.replace(number)
             if progress.mode == "async":
-                await self._fleet.load_one(number, self._common, progress.generation)
+                await self._fleet.load_one(number, self._common, progress.generation, self._updates)
             else:
                 progress.rewind(self._common)
                 self._board.clear()
@@ -202,15 +209,17 @@ class Scheduler:
                 await self._notify()
                 await self._fleet.load(self._common, progress.generation)
         except Exception as error:
-            progress.fail(f"Server {number} was lost, and its state cannot be loaded: {_cause(error)}")
+            progress.fail(f"Server {number} was lost, and its state cannot be loaded: {cause_of(error)}")
         progress.busy = False
         await self._notify()
 
-    async def pushed(self, generation: int, step: int, parts: Sequence[int], results: Mapping[int, Any], late: int, num_bytes: int) -> None:
-        """A worker has pushed parts to all servers, with so many bytes both ways; in "async" they were so many updates late at most."""
-        progress = self._progress
-        progress.num_bytes += num_bytes
-        progress.pushed(generation, step, parts, results, late)
+    async def pushed(self, word: Word) -> None:
+        """A worker has pushed parts to all servers."""
+        progress, generation = self._progress, word.generation
+        progress.num_bytes += word.num_bytes
+        if progress.mode == "async" and word.edition != self._fleet.edition:
+            return  # a server has lost it since, and gets it again
+        progress.pushed(generation, word.step, word.parts, word.results, word.late)
         if progress.mode == "async" and generation == progress.generation and not (self._is_saving or progress.busy):
             if self._asked_for not in (None, progress.num_servers):
                 progress.busy = True
@@ -226,7 +235,7 @@ class Scheduler:
         try:
             files, updates = await self._saved_by_all(version)
         except Exception as error:
-            await self.fail(f"Servers cannot save their arrays: {_cause(error)}")
+            await self.fail(f"Servers cannot save their arrays: {cause_of(error)}")
         else:
             if files:
                 await self._complete(version, files, updates)
@@ -309,9 +318,10 @@ class Scheduler:
         try:
             await asyncio.to_thread(complete, self._folder, self._state(version, files)._replace(updates=updates), results)
         except Exception as error:
-            await self.fail(f"A state cannot be saved: {_cause(error)}")
+            await self.fail(f"A state cannot be saved: {cause_of(error)}")
             return
-        self._common = max(self._common, version)
+        if version >= self._common:
+            self._common, self._updates = version, updates
         if self._files_of_workers:
             self._fleet.forget(self._common)
 
@@ -330,7 +340,7 @@ class Scheduler:
             try:
                 files, updates = await self._saved_by_all(version)
             except Exception as error:
-                await self.fail(f"Servers cannot save their state: {_cause(error)}")
+                await self.fail(f"Servers cannot save their state: {cause_of(error)}")
                 return
             if count is None or not files:
                 # A server was lost meanwhile: its steps are done again first.
@@ -391,18 +401,17 @@ class Scheduler:
 
     async def say(self, worker: int, stream: str, lines: Sequence[str]) -> None:
         """Takes lines that a worker writes."""
-        self._lines += [(worker, stream, line) for line in lines]
+        self._lines.add(worker, stream, lines)
         await self._notify()
 
     async def said(self, after: int, seconds: float) -> list[tuple[int, str, str]]:
         """Returns the lines after the first ones, once there are any; those before are kept no longer."""
-        del self._lines[: after - self._num_taken]
-        self._num_taken = after
-        if not self._lines and seconds:
+        found = self._lines.after(after)
+        if not found and seconds:
             async with self._changed:
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(lambda: self._lines), seconds)
-        return list(self._lines)
+                    await asyncio.wait_for(self._changed.wait_for(lambda: self._lines.after(after)), seconds)
+        return self._lines.after(after)
 
     def _start(self, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -412,20 +421,3 @@ class Scheduler:
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
-
-
-def start_scheduler(job: Job) -> Any:
-    """Starts the scheduler of a job beside this process: a node that is lost elsewhere does not take it along."""
-    own = ray()
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    here = strategies.NodeAffinitySchedulingStrategy(own.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_concurrency": 1000, "name": SCHEDULER, "scheduling_strategy": here}
-    return own.remote(Scheduler).options(**options).remote(job)
-
-
-def _cause(error: Exception) -> str:
-    """Returns the text of an error, or of the one that an actor has raised."""
-    return str(getattr(error, "cause", None) or error)
-
-
-__all__ = ["Answer", "Failed", "Job", "Layout", "Scheduler", "start_scheduler"]

@@ -123,6 +123,11 @@ def saved_states(folder: Path) -> list[SavedState]:
     return [_listed(place) for place in places if (place / _LIST).is_file()]
 
 
+def has_progress(folder: Path) -> bool:
+    """Returns whether a job has saved more than its first state."""
+    return any(place.name != state_folder(folder, 0).name and (place / _LIST).is_file() for place in folder.glob("state-*"))
+
+
 def newest_state(folder: Path) -> SavedState | None:
     """Returns the newest state that is complete, once its files are seen to be there as they were written; None if there is none.
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmdctx.errors import UnsupportedError
@@ -18,7 +18,7 @@ from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.server.alone import run_alone
 from spmdctx.server.engine.client import NUM_WORKERS, Client
-from spmdctx.server.engine.scheduler import Job
+from spmdctx.server.engine.fleet import Job
 from spmdctx.server.loads import local_load, server_loads
 from spmdctx.server.local.state import LocalState
 from spmdctx.server.plan import served_plan
@@ -26,7 +26,7 @@ from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import crossing_of
 from spmdctx.server.program.cut import Cut, cut_step
 from spmdctx.server.program.worker import WorkerProgram, worker_program
-from spmdctx.server.remote import RemoteArray, fetched
+from spmdctx.server.remote import RemoteArray, all_fetched
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import Planned, plan_program
 from spmdctx.step.served.local import LocalRun
@@ -45,7 +45,7 @@ class FetchingEntry(Entry):
     def run(self, read: Read) -> Any:
         """Runs the step on this worker's devices; the user's objects keep their handles."""
         self._handles = read.leaves
-        return super().run(read._replace(leaves=[fetched(leaf) for leaf in read.leaves]))
+        return super().run(read._replace(leaves=all_fetched(read.leaves)))
 
     @cached_property
     def direct(self) -> None:
@@ -54,17 +54,31 @@ class FetchingEntry(Entry):
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the step on leaves, or on their values where servers hold them."""
-        return super().execute([fetched(leaf) for leaf in leaves])
+        return super().execute(all_fetched(leaves))
 
     def gathered(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the leaves with the values that servers hold."""
-        return [fetched(leaf) for leaf in leaves]
+        return all_fetched(leaves)
 
     def _placed(self, read: Read) -> list[Any]:
         placed = super()._placed(read)
         kept = [own if isinstance(own, RemoteArray) else leaf for own, leaf in zip(self._handles, placed, strict=True)]
         self.structure.place(read.handle, kept)
         return placed
+
+    def _finish(self, read: Read, outputs: Sequence[Any]) -> Any:
+        found = list(outputs)
+        for result, index in self._unchanged.items():
+            if isinstance(self._handles[index], RemoteArray):
+                found[result] = self._handles[index]
+        return super()._finish(read, found)
+
+    @cached_property
+    def _unchanged(self) -> dict[int, int]:
+        """The results that are arguments, by the number of the argument."""
+        body = self.captured.jaxpr.jaxpr
+        places = {var: index for index, var in enumerate(body.invars)}
+        return {number: places[atom] for number, atom in enumerate(body.outvars) if isinstance(atom, jexc.Var) and atom in places}
 
 
 class ServedEntry(Entry):
@@ -135,11 +149,17 @@ class ServedEntry(Entry):
         """This worker's steps, connected to the servers."""
         self.environment.check_running()
         own = self.environment.context.servers
-        folder = os.path.abspath(own.folder) if own.folder else tempfile.mkdtemp(prefix="spmdctx-ps-")
+        folder = os.path.abspath(own.folder) if own.folder else ""
         client = Client(Job(own.num_servers, own.update_mode, own.max_staleness, own.save_every, folder))
         state = self._local_state()
         local = None if state is None else LocalRun(self.step, state, client)
-        return ServedRun(self.step, self.part, self.program.jitted, client, local)
+        part = Part(self.part, self.program.jitted, lambda: self.lower(()).compile())
+        return ServedRun(self.step, part, client, self.cut, local)
+
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """The bytes that this worker has pushed and pulled, of rows of tables and of other arrays; none before the first call."""
+        return dict(self.served.traffic) if "served" in self.__dict__ else {}
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the program of one part."""
@@ -161,12 +181,11 @@ class ServedEntry(Entry):
                 fix="verify it with grad_accumulation_step=1",
             )
         self.environment.check_running()
-        own = [fetched(leaf) for leaf in leaves]
-        return run_alone(self.step, self.cut, (self.part, self.program.jitted), own, self._local_state())
+        return run_alone(self.step, self.cut, (self.part, self.program.jitted), all_fetched(leaves), self._local_state())
 
     def gathered(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the leaves with the values that servers hold."""
-        return [fetched(leaf) for leaf in leaves]
+        return all_fetched(leaves)
 
     def type_as_called(self, index: int, leaf: Any) -> jax.ShapeDtypeStruct:
         """Returns a leaf's type; the program of a part takes others."""

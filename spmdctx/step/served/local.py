@@ -35,11 +35,17 @@ class LocalRun:
         self._path_of = {number: step.captured.inputs[number].path for number in step.local.held}
         self._ahead: tuple[int, int, Sequence[Any]] | None = None
         self._failed: int | None = None
+        self._reads_arguments = bool(step.local.given)
 
     @property
     def values(self) -> Mapping[int, Any]:
         """The arrays as they are now, by number."""
         return self._state.values
+
+    @property
+    def reads_arguments(self) -> bool:
+        """Whether a step is done only with its arguments."""
+        return self._reads_arguments
 
     def results(self, step: int) -> Mapping[int, Any]:
         """Returns the results that this worker has made in a step, by number; none if it has not done it."""
@@ -68,7 +74,7 @@ class LocalRun:
         state.forget(client.kept_from)
         for kept in self._kept(state.version, version) if state.version < version else ():
             state.assign(self._own(assigned.get(state.version, {})))
-            state.advance([kept[slot] for slot in taken], inputs[state.version])
+            state.advance([kept[slot] for slot in taken], inputs.get(state.version, {}))
             if made := self.results(state.version - 1):
                 client.report(state.version - 1, made)
         state.assign(self._own(assigned.get(version, {})))

@@ -8,10 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import jax.extend.core as jexc
+import numpy as np
+
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
+from spmdctx.pipeline.cut.inline import inlined
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.local.split import local_notes, with_local
 from spmdctx.server.marks import marks_of
 from spmdctx.server.program.capture import ServedStep, capture_served, num_losses
@@ -58,7 +62,7 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     if not num_losses(target, call, static, settings):
         captured = capture_step(target, call, static, settings)
         return FetchingEntry(replace(captured, warnings=(*captured.warnings, *_alone(captured))), around, notes)
-    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
+    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else _num_parts(os.environ)
     job = json.loads(os.environ.get(JOB, "{}"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
     step = capture_served(target, call, static, own, parts)
@@ -68,6 +72,7 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
         _refuse_marks(step, marks.unmarked)
     step = with_local(with_tables(step, barred=marks.unmarked), marks.unmarked)
     warnings = (*step.captured.warnings, *_unheeded(context, job))
+    notes = (*notes, *_narrowed(step.captured, call))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
     return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step), *local_notes(step, marks.unmarked), *marks.notes))
 
@@ -82,11 +87,30 @@ def _refuse_marks(step: ServedStep, unmarked: Iterable[int]) -> None:
     )
 
 
+def _narrowed(captured: Captured, call: Call) -> list[str]:
+    """Returns what to say of state that NumPy has in a type that JAX is told not to use."""
+    read, found = captured.structure.read(call), []
+    carried = {leaf.carried_from for leaf in captured.outputs if leaf.carried_from is not None}
+    for index in sorted(carried) if read is not None else ():
+        given, aval = read.leaves[index], captured.in_avals[index]
+        if isinstance(given, np.ndarray) and given.dtype != aval.dtype:
+            path = captured.inputs[index].path
+            found.append(f"{path} is {given.dtype}, and servers hold it as {aval.dtype}: jax_enable_x64 is off.")
+    return found
+
+
+def _num_parts(environ: Mapping[str, str]) -> int:
+    """Returns how many parts a step has that says nothing of them."""
+    return int(environ.get(NUM_PARTS, environ.get(NUM_WORKERS, "1")))
+
+
 def _alone(captured: Captured) -> list[str]:
     """Returns what to say of a step that renews state and has nothing that servers could do."""
-    body = captured.jaxpr.jaxpr
+    body = inlined(captured.jaxpr).jaxpr
+    source = {eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "copy"}
     for result, leaf in zip(body.outvars, captured.outputs, strict=True):
-        if leaf.carried_from is not None and result is not body.invars[leaf.carried_from]:
+        given = result if isinstance(result, jexc.Literal) else source.get(result, result)
+        if leaf.carried_from is not None and given is not body.invars[leaf.carried_from]:
             path = captured.inputs[leaf.carried_from].path
             return [f"{captured.name} has no loss of spmdctx.value_and_grad: each worker renews {path} by itself."]
     return []
