@@ -103,7 +103,8 @@ class Alone:
             for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
                 done.result()
         if self._own is not None:
-            taken = {slot: value for shard in self.shards for slot, value in shard.kept(shard.version - 1, shard.version)[0].items()}
+            kept = [own for shard in self.shards for own in shard.kept(shard.version - 1, shard.version) or ()]
+            taken = {slot: value for own in kept for slot, value in own.items()}
             self._own.advance([taken[slot] for slot in self._cut.taken], dict(enumerate(leaves)))
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:

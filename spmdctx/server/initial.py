@@ -130,7 +130,9 @@ def with_recipes(specs: Sequence[ServerSpec], step: ServedStep, leaves: Sequence
     held = frozenset[int]() if step.tables is None else step.tables.held
     stays = () if step.local is None else step.local.held
     # Workers make what has equal rows themselves.
-    for number in sorted(number for number, recipe in recipes.items() if number not in held and (number not in stays or recipe.row is None)):
+    for number in sorted(
+        number for number, recipe in recipes.items() if number not in held and (number not in stays or recipe.row is None)
+    ):
         notes = ["it has no mark of set_param_ps, and stays with workers"] if number in stays else step.tables.notes if step.tables else ()
         raise UnsupportedError(
             "Servers cannot hold an array of server_table by rows.",

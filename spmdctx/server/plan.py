@@ -66,9 +66,7 @@ class ServedPlan(Plan):
         return Group(*_servers(self), super().__rich__())
 
 
-def served_plan(
-    part: Plan, servers: tuple[ServerLoad, ...], num_parts: int, num_workers: int, local: LocalLoad = _NO_LOAD
-) -> ServedPlan:
+def served_plan(part: Plan, servers: tuple[ServerLoad, ...], num_parts: int, num_workers: int, local: LocalLoad = _NO_LOAD) -> ServedPlan:
     """Adds the servers to the plan of a worker's part, and what each worker holds."""
     own = {field.name: getattr(part, field.name) for field in fields(part)}
     return ServedPlan(**own, servers=servers, num_parts=num_parts, num_workers=num_workers, local=local)

@@ -1,7 +1,9 @@
 """Servers in the process of the worker, with no engine: what a job must come to, whatever is lost on its way."""
 
+import shutil
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -35,8 +37,10 @@ class LocalClient:
     worker = 0
 
     def __init__(self, job):
-        self._folder = tempfile.TemporaryDirectory()
-        self.job, self.kept_from = job if job.folder else job._replace(folder=self._folder.name), 0
+        self.job, self.kept_from = job, 0
+        if not job.folder:
+            self.job = job._replace(folder=tempfile.mkdtemp(prefix="spmdctx-ps-"))
+            weakref.finalize(self, shutil.rmtree, self.job.folder, ignore_errors=True)
         self._progress = Progress(job.num_servers)
         self._shards = []
         self._layout = None

@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from spmdctx.errors import CommunicationError, SpmdctxError, UnsupportedError
-from spmdctx.server.engine.tokens import use_tokens_of
 
 NAMESPACE = "spmdctx"
 SCHEDULER = "spmdctx-scheduler"
 _LOOK_S = 1.0
+_MODE = "RAY_AUTH_MODE"
+_PROBE = "import sys, ray; ray.init(address=sys.argv[1], log_to_driver=False)"
+_PROBE_S = 60.0
 
 
 def ray() -> Any:
@@ -72,6 +78,31 @@ def cause_of(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error)
 
 
+def _use_tokens_of(address: str) -> None:
+    """Has this process and its children take the token of this machine to a cluster that does not answer without one.
+
+    `ray start` asks for a token where the machine has one, which each local cluster of Ray leaves there. The environment may say
+    RAY_AUTH_MODE, token or disabled, in place of this look.
+    """
+    if _MODE not in os.environ and _has_token(os.environ):
+        os.environ[_MODE] = "disabled" if _answers(address) else "token"
+
+
+def _has_token(environ: Mapping[str, str]) -> bool:
+    """Returns whether Ray finds a token."""
+    path = environ.get("RAY_AUTH_TOKEN_PATH", os.path.join(os.path.expanduser("~"), ".ray", "auth_token"))
+    return "RAY_AUTH_TOKEN" in environ or os.path.isfile(path)
+
+
+def _answers(address: str) -> bool:
+    """Returns whether a cluster answers a process that has no token; it is another one, since Ray tries for long and says so."""
+    environ = {**os.environ, _MODE: "disabled", "RAY_NUM_REDIS_GET_RETRIES": "2"}
+    with suppress(subprocess.TimeoutExpired):
+        run = subprocess.run([sys.executable, "-c", _PROBE, address], env=environ, capture_output=True, timeout=_PROBE_S, check=False)
+        return run.returncode == 0
+    return False
+
+
 def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> bool:
     """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
 
@@ -81,7 +112,7 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         CommunicationError: no cluster is there, or none can be started.
     """
     if address is not None:
-        use_tokens_of(address)
+        _use_tokens_of(address)
     own = ray()
     if own.is_initialized():
         return False

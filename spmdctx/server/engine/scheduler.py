@@ -8,19 +8,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from spmdctx.server.engine.attendance import Attendance
 from spmdctx.server.engine.fleet import Fleet, Job, Layout
-from spmdctx.server.engine.messages import WORKERS, Answer, Lines, Word
+from spmdctx.server.engine.messages import WORKERS, Answer, Word
 from spmdctx.server.engine.rays import SCHEDULER, cause_of, ray
 from spmdctx.server.state.folder import WORKERS_FILE, SavedState, Updates, complete, load_results, newest_state, shard_name, state_folder
-from spmdctx.server.state.presence import BEAT_S, Presence
-from spmdctx.server.state.progress import Leave, Progress, Reply, Summary
+from spmdctx.server.state.progress import Leave, Progress, Reply
 
 _POLL_S = 20.0
 _QUIET_S = 10.0
 _SPARE_S = 3.0
 
 
-class Scheduler:
+class Scheduler(Attendance):
     """The progress of one job; all methods are called by way of Ray.
 
     Args:
@@ -32,10 +32,9 @@ class Scheduler:
     """
 
     def __init__(self, job: Job, name: str = SCHEDULER) -> None:
+        super().__init__(Progress(job.num_servers, job.mode, job.max_staleness))
         self._job = job
         self._folder = Path(job.folder)
-        self._progress = Progress(job.num_servers, job.mode, job.max_staleness)
-        self._changed = asyncio.Condition()
         self._recovering = asyncio.Lock()
         self._fleet = Fleet(job, name)
         self._layout: Layout | None = None
@@ -44,10 +43,7 @@ class Scheduler:
         self._common = 0
         self._updates: Updates | None = None
         self._asked_for: int | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()
-        self._lines = Lines()
         self._step: tuple[str, int] | None = None
-        self._presence = Presence()
         self._is_saving = False
         self._found = newest_state(self._folder)
         if self._found is not None:
@@ -68,23 +64,6 @@ class Scheduler:
         """Returns what the job was told."""
         return self._job
 
-    async def begin(self, worker: int, life: str) -> None:
-        """A process of a worker has started: what an earlier one had begun is free."""
-        if self._presence.begin(worker, life):
-            self._progress.lost(worker)
-        if not self._tasks:
-            self._start(self._look_after())
-        await self._notify()
-
-    async def beat(self, worker: int, life: str) -> None:
-        """A worker goes on."""
-        if self._presence.beat(worker, life):
-            await self._notify()
-
-    async def silence(self) -> dict[int, float]:
-        """Returns for how many seconds nothing has been heard of each worker that has begun and not ended."""
-        return self._presence.silence()
-
     async def hello(self, worker: int, fingerprint: str, num_parts: int) -> bool:
         """The script of a worker has come to its first step, which has a fingerprint and parts; returns whether servers are there."""
         wrong = self._misfit(fingerprint, num_parts)
@@ -100,22 +79,6 @@ class Scheduler:
         if self._step not in (None, (fingerprint, num_parts)):
             return "A job trains one step, and with one set of shapes: its workers have come with another one."
         return "" if self._found is None else self._found.misfit(fingerprint, num_parts)
-
-    async def lost(self, worker: int) -> None:
-        """A worker is gone, and does not come again."""
-        self._presence.end(worker)
-        self._progress.lost(worker)
-        await self._notify()
-
-    async def _look_after(self) -> None:
-        """Frees what workers have begun of which nothing is heard any more."""
-        while True:
-            await asyncio.sleep(BEAT_S)
-            silent = self._presence.fall_silent()
-            for worker in silent:
-                self._progress.lost(worker)
-            if silent:
-                await self._notify()
 
     async def ask(self, worker: int, step: int, life: str = "") -> Answer:
         """Returns what a worker does in a step; None as the reply if there was nothing for a while."""
@@ -272,31 +235,18 @@ class Scheduler:
 
     async def reached(self, generation: int, version: int) -> bool:
         """Returns once all servers have come to a version; false if the generation is over."""
-        progress = self._progress
-
-        def is_over() -> bool:
-            return progress.generation != generation or bool(progress.failure)
-
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_over() or progress.version >= version)
-        return not is_over()
+        return await self._until(generation, lambda: self._progress.version >= version)
 
     async def exchange(self, generation: int, key: tuple[int, int], values: Mapping[str, Any], awaited: Sequence[str]) -> Any:
         """Takes what a server sends to others, and returns what it waits for; None if the generation is over."""
-        progress = self._progress
-
-        def is_over() -> bool:
-            return progress.generation != generation or bool(progress.failure)
-
-        if is_over():
+        if self._is_over(generation):
             return None
         # What one exchange brings is kept for the step: a server may need it in a later one.
         board = self._board.setdefault((key[0], 0), {})
         board.update(values)
         await self._notify()
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_over() or all(slot in board for slot in awaited))
-        return None if is_over() else {slot: board[slot] for slot in awaited}
+        is_there = await self._until(generation, lambda: all(slot in board for slot in awaited))
+        return {slot: board[slot] for slot in awaited} if is_there else None
 
     async def saved(self, server: int, generation: int, version: int, file: str) -> None:
         """A server has saved its arrays."""
@@ -332,8 +282,10 @@ class Scheduler:
     async def _lay_out(self) -> None:
         """Has servers save their arrays and end, and the next worker divide the step for as many as were asked for."""
         progress = self._progress
-        if self._files_of_workers and not await self._saved_by_worker(progress.generation, progress.version):
-            return
+        if self._files_of_workers:
+            version = progress.version
+            if not await self._until(progress.generation, lambda: self._common >= version or WORKERS in self._files.get(version, {})):
+                return
         async with self._recovering:
             await self._quiet()
             version, count = progress.version, self._asked_for
@@ -359,65 +311,9 @@ class Scheduler:
             ray().kill(server)
         await self._notify()
 
-    async def _saved_by_worker(self, generation: int, version: int) -> bool:
-        """Returns once a worker has saved a version; false if a server was lost meanwhile, whose steps are done again first."""
-        progress = self._progress
-
-        def is_over() -> bool:
-            return progress.generation != generation or bool(progress.failure)
-
-        async with self._changed:
-            await self._changed.wait_for(lambda: is_over() or self._common >= version or WORKERS in self._files.get(version, {}))
-        return not is_over()
-
     async def _quiet(self) -> None:
         """Waits until no update is under way, in "async"; not for long, since a worker may be lost."""
         if self._progress.mode == "async":
             async with self._changed:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait_for(lambda: not self._progress.num_under_way), _QUIET_S)
-
-    async def remove_worker(self, worker: int) -> None:
-        """Lets a worker leave before its next step."""
-        self._progress.leaving.add(worker)
-        await self._notify()
-
-    async def fail(self, text: str) -> None:
-        """Ends the job with an error."""
-        self._progress.fail(text)
-        await self._notify()
-
-    async def failure(self) -> str:
-        """Returns why the job cannot go on; empty if it can."""
-        return self._progress.failure
-
-    async def state(self) -> Progress:
-        """Returns the progress."""
-        return self._progress
-
-    async def summary(self) -> Summary:
-        """Returns how far the job has come."""
-        return self._progress.summary
-
-    async def say(self, worker: int, stream: str, lines: Sequence[str]) -> None:
-        """Takes lines that a worker writes."""
-        self._lines.add(worker, stream, lines)
-        await self._notify()
-
-    async def said(self, after: int, seconds: float) -> list[tuple[int, str, str]]:
-        """Returns the lines after the first ones, once there are any; those before are kept no longer."""
-        found = self._lines.after(after)
-        if not found and seconds:
-            async with self._changed:
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait_for(lambda: self._lines.after(after)), seconds)
-        return self._lines.after(after)
-
-    def _start(self, work: Any) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

@@ -48,7 +48,9 @@ def _arrays_note(step: ServedStep, part: Local) -> tuple[str, ...]:
     found = [f"{counted(len(own), 'array')} without a mark of set_param_ps, or of the optimizer for such, stay with workers: {named}."]
     state = len(own) - len({*part.like.values()})
     if state:
-        found.append(f"The memory of the plan is that of a part, without {counted(state, 'array')} of the optimizer that stay with workers.")
+        found.append(
+            f"The memory of the plan is that of a part, without {counted(state, 'array')} of the optimizer that stay with workers."
+        )
     return tuple(found)
 
 
@@ -86,7 +88,7 @@ class _Splitter:
         """Returns what stays with workers; None if nothing does."""
         if not self._held:
             return None
-        body, around = self._body, self._around
+        body = self._body
         own = {self._output_of[number] for number in self._held}
         results = [
             index

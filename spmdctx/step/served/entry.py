@@ -30,7 +30,7 @@ from spmdctx.server.remote import RemoteArray, all_fetched
 from spmdctx.step.entry import Entry
 from spmdctx.step.planning.planner import Planned, plan_program
 from spmdctx.step.served.local import LocalRun
-from spmdctx.step.served.run import ServedRun
+from spmdctx.step.served.run import Part, ServedRun
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
@@ -120,9 +120,7 @@ class ServedEntry(Entry):
         """The jitted program of one part; what the step itself takes and gives is whole on each of this worker's devices."""
         whole = NamedSharding(self._part_program.mesh, PartitionSpec())
         captured = self.captured
-        return replace(
-            self._part_program, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs)
-        )
+        return replace(self._part_program, in_shardings=(whole,) * len(captured.inputs), out_shardings=(whole,) * len(captured.outputs))
 
     @cached_property
     def _part_program(self) -> CompiledProgram:

@@ -70,22 +70,22 @@ def train_of(tx, steps=8):
     return train
 
 
-@pytest.mark.parametrize("marks", [["*/w1", "*/bias"], ["*/w2"]], ids=["two", "one"])
 @pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_training_is_that_of_one_process(tx, marks):
+def test_training_is_that_of_one_process(tx):
     train = train_of(tx)
-    found = train(served(norms_of(tx), marks))
+    found = train(served(norms_of(tx), ["*/w1", "*/bias"]))
     assert cases.largest_difference(found, on_one_device(norms_of(tx), train)) <= 1e-12
 
 
-@pytest.mark.parametrize("marked", [("deep", "wide", "user"), ("deep",)], ids=["all tables", "one table"])
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_rows_of_marked_tables_cross_and_the_tower_stays(tx, marked):
+@pytest.mark.parametrize(("name", "marked"), [("clip + adamw", ("deep", "wide", "user")), ("adam", ("deep",))], ids=["all", "one"])
+def test_rows_of_marked_tables_cross_and_the_tower_stays(name, marked):
+    tx = OPTIMIZERS[name]
+
     def train(step):
         params = tables.parameters()
         params |= {name: jax.random.normal(jax.random.key(7), shape) for name, shape in tables.ROWS.items() if name not in marked}
         state, losses = (params, server_init(tx.init, params)), []
-        for number in range(5):
+        for number in range(4):
             state, loss = step(state, tables.batch(number))
             losses.append(float(loss))
         return jax.tree.map(np.asarray, state), losses
@@ -98,7 +98,7 @@ def test_a_table_without_a_mark_is_not_made_by_servers():
     tx = optax.sgd(0.1)
     step = served(tables.step_of(tx), "*/deep")
     params = tables.parameters()
-    with pytest.raises(UnsupportedError, match="(?s)Servers cannot hold an array of server_table by rows.*no mark of set_param_ps"):
+    with pytest.raises(UnsupportedError, match=r"(?s)Servers cannot hold an array of server_table by rows.*no mark of set_param_ps"):
         step((params, server_init(tx.init, params)), tables.batch(0))
 
 
