@@ -68,7 +68,7 @@ def test_marks_belong_to_the_step_of_a_job():
 
 
 NORMS = {
-    "of updates": optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.1)),
+    "of updates": optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(0.1), optax.clip_by_global_norm(0.1), optax.scale(-0.1)),
     "of parameters": optax.chain(optax.stateless(lambda grads, own: optax.tree.scale(1 / optax.tree.norm(own), grads)), optax.sgd(0.1)),
 }
 
@@ -83,10 +83,19 @@ def test_servers_that_would_need_what_workers_hold_are_refused_by_line(tx):
     assert marked(cases.step_of(tx), "*").verify(cases.state_of(tx), cases.batch()).ok
 
 
-@pytest.mark.parametrize("tx", [optax.lamb(1e-2), optax.apply_if_finite(optax.MultiSteps(CLIP, 2), 3)])
-def test_chains_that_combine_gradients_alone_are_those_of_one_device(tx):
+STAYS = {
+    "lamb": (optax.lamb(1e-2), 3),
+    "accumulates": (optax.MultiSteps(CLIP, 2), 3),
+    "norm of updates": (optax.chain(optax.scale_by_adam(), optax.clip_by_global_norm(0.1), optax.scale(-0.1)), 1),
+}
+
+
+@pytest.mark.parametrize(("tx", "count"), STAYS.values(), ids=STAYS)
+def test_state_that_servers_combine_lies_with_them_if_it_follows_from_gradients(tx, count):
     with jax.enable_x64(True):
-        report = marked(cases.step_of(tx), "*/w1", "*/bias").verify(cases.state_of(tx), cases.batch())
+        step, state = marked(cases.step_of(tx), "*/w1", "*/bias"), cases.state_of(tx)
+        report = step.verify(state, cases.batch())
+        assert len(step.plan(state, cases.batch()).local.arrays) == 2 * count
     assert max(row.difference for row in report.rows) <= 1e-12
 
 

@@ -65,10 +65,41 @@ class _Splitter:
         self._maker = {var: eqn for eqn in self._eqns for var in eqn.outvars}
         self._parameter_of = parameter_of(step, around)
         self._held = self._state(own)
-        self._tainted = {body.invars[number] for number in self._held}
+        self._tainted = self._reached(self._held)
+        while (index := self._needs_workers()) is not None:
+            self._move(index, own)
+            self._tainted = self._reached(self._held)
+
+    def _reached(self, numbers: Iterable[int]) -> set[Any]:
+        """Returns the variables that depend on some inputs."""
+        found = {self._body.invars[number] for number in numbers}
         for eqn in self._eqns:
-            if not self._tainted.isdisjoint(variables(eqn.invars)):
-                self._tainted.update(eqn.outvars)
+            if not found.isdisjoint(variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
+    def _needs_workers(self) -> int | None:
+        """Returns a result of the step that is state of servers and depends on what workers hold; None if there is none."""
+        own = {self._output_of[number] for number in self._held}
+        state = sorted(set(self._output_of.values()) - own)
+        return next((index for index in state if self._is_tainted(self._body.outvars[index])), None)
+
+    def _move(self, index: int, own: frozenset[int]) -> None:
+        """Leaves state with servers on which they depend, such as sums of gradients, if it does not depend on parameters of workers.
+
+        Raises:
+            UnsupportedError: it does.
+        """
+        moved: set[int] = set()
+        wanted = [self._body.outvars[index]]
+        while wanted:
+            read = {var for eqn in needed(self._eqns, variables(wanted)) for var in variables(eqn.invars)} | set(variables(wanted))
+            new = {number for number in self._held if self._body.invars[number] in read} - moved
+            moved |= new
+            wanted = [self._body.outvars[self._output_of[number]] for number in new]
+        if not moved.isdisjoint(own):
+            self._refuse(index)
+        self._held = tuple(number for number in self._held if number not in moved)
 
     def _state(self, own: frozenset[int]) -> tuple[int, ...]:
         """Returns the arrays of state that meet parameters of workers in equations rather than others, by number."""
@@ -96,13 +127,13 @@ class _Splitter:
             if leaf.carried_from is None and self._is_tainted(atom)
         ]
         others = [index for index in range(len(body.outvars)) if index not in own and index not in results]
-        for index in others:
-            self._check(index)
         here, there = self._effects()
         wanted = [*variables(body.outvars[index] for index in others), *(var for eqn in there for var in variables(eqn.invars))]
         served = set(map(id, (*needed(self._eqns, wanted), *there)))
         outvars = [body.outvars[index] for index in (*(self._output_of[number] for number in self._held), *results)]
-        program = _Program(served, self._maker, self._tainted, body.constvars)
+        state = self._output_of.keys() - set(self._held)
+        of_state = self._reached(number for number in state if is_array(body.invars[number]))
+        program = _Program(served, self._maker, of_state - self._tainted, body.constvars)
         program.want([*variables(outvars), *(var for eqn in here for var in variables(eqn.invars))])
         program.eqns.update((id(eqn), eqn) for eqn in here)
         return self._made(program, served, outvars, tuple(results))
@@ -178,11 +209,9 @@ class _Splitter:
     def _is_tainted(self, atom: Any) -> bool:
         return not isinstance(atom, jexc.Literal) and atom in self._tainted
 
-    def _check(self, index: int) -> None:
+    def _refuse(self, index: int) -> None:
         """Refuses state of servers whose next value depends on what workers hold."""
         atom = self._body.outvars[index]
-        if not self._is_tainted(atom):
-            return
         eqns = [eqn for eqn in needed(self._eqns, [atom]) if any(map(self._is_tainted, eqn.invars))]
         scalars = [eqn for eqn in eqns if not any(map(is_array, eqn.outvars))]
         lines = [line for eqn in (*scalars, *eqns) if (line := source_line(eqn.source_info))]
@@ -208,17 +237,19 @@ class _Splitter:
 
 
 class _Program:
-    """Finds the equations that workers run, and what they read; scalars that servers make are read, and arrays made again.
+    """Finds the equations that workers run, and what they read: scalars of servers, and arrays that these make of their state.
+
+    Other arrays are made again.
 
     Args:
         served: the identities of the equations that servers run.
         maker: the equation of each variable.
-        tainted: the variables that depend on what workers hold.
+        of_state: the variables that depend on arrays of servers' state, and on none of workers.
         constants: of the step.
     """
 
-    def __init__(self, served: set[int], maker: dict[Any, Any], tainted: set[Any], constants: Sequence[Any]) -> None:
-        self._served, self._maker, self._tainted, self._constants = served, maker, tainted, set(constants)
+    def __init__(self, served: set[int], maker: dict[Any, Any], of_state: set[Any], constants: Sequence[Any]) -> None:
+        self._served, self._maker, self._of_state, self._constants = served, maker, of_state, set(constants)
         self.eqns: dict[int, Any] = {}
         self.read: dict[Any, None] = {}
 
@@ -230,7 +261,7 @@ class _Program:
             eqn = self._maker.get(var)
             if var in self._constants:
                 continue
-            if eqn is None or (var not in self._tainted and id(eqn) in self._served and not is_array(var)):
+            if eqn is None or (id(eqn) in self._served and (not is_array(var) or var in self._of_state)):
                 self.read[var] = None
             elif id(eqn) not in self.eqns:
                 self.eqns[id(eqn)] = eqn
