@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from spmdctx.server.engine.messages import Lines
+from spmdctx.server.engine.messages import Lines, Roll
 from spmdctx.server.state.presence import BEAT_S, Presence
 from spmdctx.server.state.progress import Progress, Summary
 
@@ -25,6 +25,7 @@ class Attendance:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._lines = Lines()
         self._presence = Presence()
+        self._number_of: dict[str, int] = {}
 
     async def begin(self, worker: int, life: str) -> None:
         """A process of a worker has started: what an earlier one had begun is free."""
@@ -33,6 +34,17 @@ class Attendance:
         if not self._tasks:
             self._start(self._look_after())
         await self._notify()
+
+    async def join(self, name: str, life: str) -> int:
+        """Returns the number of a process that has come by itself to be a worker: that of an earlier one of its name, or the next."""
+        if not name or name not in self._number_of:
+            self._number_of[name] = self._presence.num_begun
+        await self.begin(self._number_of[name], life)
+        return self._number_of[name]
+
+    async def roll(self) -> Roll:
+        """Returns who is there."""
+        return Roll(self._presence.num_begun, self._presence.silence(), self._progress.failure)
 
     async def beat(self, worker: int, life: str) -> None:
         """A worker goes on."""

@@ -45,6 +45,14 @@ class Word(NamedTuple):
     num_bytes: int
 
 
+class Roll(NamedTuple):
+    """How many workers have begun, for how many seconds nothing was heard of each that has not ended, and why the job cannot go on."""
+
+    num_begun: int
+    silence: Mapping[int, float]
+    failure: str
+
+
 class Lines:
     """The lines that nobody has taken yet."""
 

@@ -78,14 +78,27 @@ def cause_of(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error)
 
 
-def _use_tokens_of(address: str) -> None:
+def use_tokens_of(address: str) -> None:
     """Has this process and its children take the token of this machine to a cluster that does not answer without one.
 
     `ray start` asks for a token where the machine has one, which each local cluster of Ray leaves there. The environment may say
     RAY_AUTH_MODE, token or disabled, in place of this look.
     """
     if _MODE not in os.environ and _has_token(os.environ):
-        os.environ[_MODE] = "disabled" if _answers(address) else "token"
+        _set_mode("disabled" if _answers(address) else "token")
+
+
+def use_own_tokens() -> None:
+    """Has this process and its children take the token of this machine to a cluster that they start by `ray start`, if there is one."""
+    if _MODE not in os.environ:
+        _set_mode("token" if _has_token(os.environ) else "disabled")
+
+
+def _set_mode(mode: str) -> None:
+    os.environ[_MODE] = mode
+    inside = sys.modules.get("ray._raylet")
+    if hasattr(inside, "Config"):
+        inside.Config.initialize("")  # Ray has read the environment when it was imported
 
 
 def _has_token(environ: Mapping[str, str]) -> bool:
@@ -112,7 +125,7 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         CommunicationError: no cluster is there, or none can be started.
     """
     if address is not None:
-        _use_tokens_of(address)
+        use_tokens_of(address)
     own = ray()
     if own.is_initialized():
         return False

@@ -16,11 +16,13 @@ from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
+from spmdctx.server.engine.fleet import Job
 from spmdctx.server.local.split import local_notes, with_local
 from spmdctx.server.marks import marks_of
 from spmdctx.server.program.capture import ServedStep, capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
+from spmdctx.server.roles import role_of, take_role
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
@@ -32,8 +34,6 @@ from spmdctx.trace.scope.environment import Environment
 _SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
 
 _FILES = ("strategy_ckpt_load_file", "strategy_ckpt_save_file")
-
-_VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
@@ -50,7 +50,9 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     launched = WORKER in os.environ and "enable_ps" not in servers.explicit
     if not servers.enable_ps and not launched:
         return make.entry_of(target, call, static, around, notes)
-    _check_roles(os.environ)
+    if (role := role_of(os.environ)) is not None:
+        folder = os.path.abspath(servers.folder) if servers.folder else ""
+        take_role(role, Job(servers.num_servers, servers.update_mode, servers.max_staleness, servers.save_every, folder))
     if context.parallel_mode not in _SERVED_MODES or context.pipeline_stages > 1:
         got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"
         raise UnsupportedError(
@@ -125,15 +127,3 @@ def _unheeded(context: AutoParallelContext, job: Mapping[str, Any]) -> list[str]
         if own != job[name]:
             found.append(f"{name}={shown(own)} has no effect in this script: spmdctx launch has started the job with {shown(job[name])}.")
     return found
-
-
-def _check_roles(environ: Mapping[str, str]) -> None:
-    """Refuses a process that was started by hand for one role of MindSpore's."""
-    if "MS_ROLE" in environ and WORKER not in environ:
-        servers, workers = environ.get("MS_SERVER_NUM", "N"), environ.get("MS_WORKER_NUM", "N")
-        raise UnsupportedError(
-            "Processes of a parameter server are not started one by one with MS_ROLE and the variables that belong to it.",
-            got=", ".join(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
-            fix=f"start all at once, without them: spmdctx launch --servers {servers} --workers {workers} SCRIPT;"
-            " on several machines with --address HOST:PORT, which takes the place of MS_SCHED_HOST and MS_SCHED_PORT",
-        )
