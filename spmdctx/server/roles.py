@@ -91,7 +91,7 @@ def take_role(role: Role, job: Job) -> None:
         _join(role)
     elif role.name == "MS_PSERVER":
         _await_scheduler(role)
-        with _Node(role, ["--address", role.address, "--resources", json.dumps({"ps": 1})]) as own:
+        with Node(role, ["--address", role.address, "--resources", json.dumps({"ps": 1})]) as own:
             own.wait()
         raise SystemExit(0)
     else:
@@ -117,7 +117,7 @@ def _schedule(role: Role, job: Job) -> int:
     options = ["--head", "--node-ip-address", ip_of(role.host), "--port", str(role.port), "--include-dashboard=false"]
     scale.begin(folder)
     try:
-        with _Node(role, options) as own:
+        with Node(role, options) as own:
             own.await_port()
             connect(role.address)
             _await(lambda: ray().cluster_resources().get("ps", 0) >= role.num_servers, f"{role.num_servers} processes with MS_PSERVER", own)
@@ -151,7 +151,7 @@ def _join(role: Role) -> None:
     """Makes this process a worker of the job."""
     _await_scheduler(role)
     if not _is_here(role.host):
-        _Node(role, ["--address", role.address, "--resources", json.dumps({"worker": 1})]).end_with_process()
+        Node(role, ["--address", role.address, "--resources", json.dumps({"worker": 1})]).end_with_process()
     connect(role.address)
     scheduler = _await(_found_scheduler, "the scheduler")
     life = str(ray().get_runtime_context().get_worker_id())
@@ -187,10 +187,13 @@ def _await_scheduler(role: Role) -> None:
     """Waits until the scheduler's cluster is there, and takes the token that it asks for."""
     ray()
     _await(lambda: _listens(role), f"a process with MS_ROLE=MS_SCHED at {role.address}")
-    use_tokens_of(role.address)
+    if _is_here(role.host):
+        use_own_tokens()
+    else:
+        use_tokens_of(role.address)
 
 
-def _await(found: Any, what: str, own: _Node | None = None) -> Any:
+def _await(found: Any, what: str, own: Node | None = None) -> Any:
     """Waits for something.
 
     Raises:
@@ -236,7 +239,7 @@ def _is_here(host: str) -> bool:
     return True
 
 
-class _Node:
+class Node:
     """A node of Ray's that runs beside this process, and ends with it.
 
     Args:
@@ -253,7 +256,7 @@ class _Node:
             command, stdin=subprocess.DEVNULL, stdout=self._said, stderr=self._said, env=environ, start_new_session=True
         )
 
-    def __enter__(self) -> _Node:
+    def __enter__(self) -> Node:
         return self
 
     def __exit__(self, *error: object) -> None:

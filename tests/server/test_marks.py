@@ -128,14 +128,3 @@ def test_nnx_modules_and_variables_carry_their_marks():
     assert stays_of(nnx_step, model, optimizer, jnp.arange(4)) == own
     spmdctx.set_param_ps(model)
     assert notes_of(nnx_step, model, optimizer, jnp.arange(4)) == []
-
-
-def test_a_process_started_for_one_role_is_refused_with_the_command_for_all(monkeypatch):
-    spmdctx.set_ps_context(enable_ps=True)
-    for name, value in {"MS_ROLE": "MS_PSERVER", "MS_SERVER_NUM": "2", "MS_WORKER_NUM": "4", "MS_SCHED_PORT": "8118"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedError, match="MS_ROLE=MS_PSERVER, MS_SERVER_NUM=2") as error:
-        spmdctx.parallel(lambda own: own + 1, parallel_mode="stand_alone")(jnp.ones(2))
-    assert "spmdctx launch --servers 2 --workers 4 SCRIPT" in str(error.value)
-    spmdctx.reset_ps_context()
-    assert spmdctx.parallel(lambda own: own + 1, parallel_mode="stand_alone")(1.0) == 2.0

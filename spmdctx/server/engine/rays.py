@@ -84,14 +84,14 @@ def use_tokens_of(address: str) -> None:
     `ray start` asks for a token where the machine has one, which each local cluster of Ray leaves there. The environment may say
     RAY_AUTH_MODE, token or disabled, in place of this look.
     """
-    if _MODE not in os.environ and _has_token(os.environ):
+    if _MODE not in os.environ and has_token(os.environ):
         _set_mode("disabled" if _answers(address) else "token")
 
 
 def use_own_tokens() -> None:
     """Has this process and its children take the token of this machine to a cluster that they start by `ray start`, if there is one."""
     if _MODE not in os.environ:
-        _set_mode("token" if _has_token(os.environ) else "disabled")
+        _set_mode("token" if has_token(os.environ) else "disabled")
 
 
 def _set_mode(mode: str) -> None:
@@ -101,7 +101,7 @@ def _set_mode(mode: str) -> None:
         inside.Config.initialize("")  # Ray has read the environment when it was imported
 
 
-def _has_token(environ: Mapping[str, str]) -> bool:
+def has_token(environ: Mapping[str, str]) -> bool:
     """Returns whether Ray finds a token."""
     path = environ.get("RAY_AUTH_TOKEN_PATH", os.path.join(os.path.expanduser("~"), ".ray", "auth_token"))
     return "RAY_AUTH_TOKEN" in environ or os.path.isfile(path)
