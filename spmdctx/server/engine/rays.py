@@ -97,7 +97,7 @@ def use_own_tokens() -> None:
 def _set_mode(mode: str) -> None:
     os.environ[_MODE] = mode
     inside = sys.modules.get("ray._raylet")
-    if hasattr(inside, "Config"):
+    if inside is not None and hasattr(inside, "Config"):
         inside.Config.initialize("")  # Ray has read the environment when it was imported
 
 
