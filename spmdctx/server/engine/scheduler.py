@@ -295,8 +295,8 @@ class Scheduler:
 
     async def saved(self, server: int, generation: int, version: int, file: str) -> None:
         """A server has saved its arrays."""
-        if generation != self._progress.generation or self._layout is None:
-            return
+        if not await self.reached(generation, version) or self._layout is None:
+            return  # word that all have come to the version, with the results of its steps, may come later
         (own := self._files.setdefault(version, {}))[server] = file
         if len(own) == len(self._layout.specs):
             await self._complete(version, self._files.pop(version).values())
