@@ -10,7 +10,7 @@ from tests.server.engine.simulated import KEYS, PARTS, STEPS, simulated
 ALL = [(step, part) for step in range(STEPS) for part in range(PARTS)]
 
 
-@pytest.mark.parametrize("first", (0, 15))
+@pytest.mark.parametrize("first", [0, 15])
 def test_a_sync_job_comes_to_the_same_end_whatever_is_lost(first, tmp_path, monkeypatch):
     for seed in range(first, first + 15):
         _, held = simulated(seed, "sync", 0, tmp_path, monkeypatch)
