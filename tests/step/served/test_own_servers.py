@@ -54,7 +54,7 @@ def run(script, folder, tmp_path):
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "tmp").mkdir(exist_ok=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "XLA_FLAGS": ""}
-    env["TMPDIR"] = str(tmp_path / "tmp")
+    env |= {"TMPDIR": str(tmp_path / "tmp"), "RAY_TMPDIR": "/tmp"}  # Ray needs a short path
     command = [sys.executable, str(tmp_path / "train.py"), str(folder)]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=env)
 
