@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,10 +68,6 @@ class Running:
         """The newest step that a worker has seen done."""
         return max(self.losses, default=-1)
 
-    def longest_gap(self, first: int, last: int) -> float:
-        """Returns the longest time, in seconds, between two steps of a range that were done one after the other."""
-        return max(self.gaps(first, last))
-
     def gaps(self, first: int, last: int) -> list[float]:
         """Returns the times, in seconds, between the steps of a range that were done one after the other."""
         # A worker that was late may say an earlier step later, so the newest step counts.
@@ -110,7 +107,7 @@ class Running:
             self.process.wait()
 
     def pids(self, kind: str) -> list[int]:
-        """Returns the processes of "Worker" or "Server", the oldest first."""
+        """Returns the processes of "Worker" or "Server", the oldest first; spare servers are none."""
         return actors(kind, self.process.pid)
 
     def kill(self, kind: str, index: int = 0) -> None:
@@ -126,20 +123,36 @@ class Running:
 
 
 def actors(kind: str, ancestor: int | None) -> list[int]:
-    """Returns the processes of a kind of actor below another process, or all of them, the oldest first."""
+    """Returns the processes of a kind of actor below another process, or all of them, the oldest first; spare servers are none."""
+    found = [pid for pid in below(ancestor) if (_title(pid)).startswith(f"ray::{kind}")]
+    return [pid for pid in found if kind != "Server" or _computes(pid)]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _computes(pid: int) -> bool:
+    """Returns whether XLA has threads in a process: a server has none before it has loaded."""
+    for task in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):
+            if task.read_text().startswith("tf_XLA"):
+                return True
+    return False
+
+
+def below(ancestor: int | None) -> list[int]:
+    """Returns the processes below another one, or all, the oldest first."""
     parents: dict[int, int] = {}
-    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:
+        with suppress(OSError):
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            title = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if title.startswith(f"ray::{kind}".encode()):
-            found.append(int(entry.name))
-    return sorted(pid for pid in found if ancestor is None or is_below(pid, ancestor, parents))
+    return sorted(pid for pid in parents if ancestor is None or (pid != ancestor and is_below(pid, ancestor, parents)))
 
 
 def is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

@@ -100,6 +100,7 @@ def test_a_step_has_these_methods():
         "out_shardings",
         "plan",
         "shard_batch",
+        "traffic",
         "verify",
         "with_context",
         "with_options",

@@ -144,7 +144,7 @@ def connect(address: str | None = None, namespace: str = NAMESPACE, resources: d
         except (OSError, RuntimeError, ValueError, own.exceptions.RayError) as error:
             got = f"{type(error).__name__}: {error}"
             if address is None:
-                fix = "free memory and disk space where Ray has its files (/tmp, or RAY_TMPDIR)"
+                fix = "free memory and disk space where Ray has its files (RAY_TMPDIR, else TMPDIR or /tmp)"
                 raise CommunicationError("Ray cannot be started.", got=got, fix=fix) from error
             raise CommunicationError("There is no cluster of Ray.", got=f"{address}: {got}", fix="ray start --head") from error
     return True

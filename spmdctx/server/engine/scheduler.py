@@ -41,7 +41,7 @@ class Scheduler(Attendance):
         self._board: dict[tuple[int, int], dict[str, Any]] = {}
         self._files: dict[int, dict[int, str]] = {}
         self._common = 0
-        self._updates: Updates | None = None
+        self._had: Sequence[Updates] = ()
         self._asked_for: int | None = None
         self._step: tuple[str, int] | None = None
         self._is_saving = False
@@ -55,8 +55,8 @@ class Scheduler(Attendance):
         self._common = progress.saved = progress.version = state.version
         progress.results = dict(load_results(state))
         if progress.mode == "async":
-            self._updates = state.updates or Updates(state.version, ())
-            progress.resume(state.version, self._updates.floor, self._updates.done)
+            updates = state.updates or Updates(state.version, ())
+            progress.resume(state.version, updates.floor, updates.done)
         elif state.updates is not None:
             progress.fail(f"The folder {self._folder} holds the state of an asynchronous job, whose steps may be done in part.")
 
@@ -126,7 +126,9 @@ class Scheduler(Attendance):
                     files = [*map(shard_name, range(len(layout.specs))), *self._files_of_workers]
                     await asyncio.to_thread(complete, self._folder, self._state(0, files), {})
                 self._common = layout.version
-                await fleet.load(layout.version, progress.generation + 1, self._updates)
+                updates = Updates(progress.floor, progress.done)
+                self._had = [updates] * len(layout.specs)
+                await fleet.load(layout.version, progress.generation + 1, updates)
             except Exception as error:
                 await self.fail(f"Servers cannot load their state: {cause_of(error)}")
                 return
@@ -164,7 +166,7 @@ class Scheduler(Attendance):
         try:
             await self._fleet.replace(number)
             if progress.mode == "async":
-                await self._fleet.load_one(number, self._common, progress.generation, self._updates)
+                await self._fleet.load_one(number, self._common, progress.generation, self._had[number])
             else:
                 progress.rewind(self._common)
                 self._board.clear()
@@ -196,26 +198,26 @@ class Scheduler(Attendance):
         self._is_saving = True
         version = self._progress.version
         try:
-            files, updates = await self._saved_by_all(version)
+            files, updates, had = await self._saved_by_all(version)
         except Exception as error:
             await self.fail(f"Servers cannot save their arrays: {cause_of(error)}")
         else:
-            if files:
-                await self._complete(version, files, updates)
+            if files and await self._complete(version, files, updates):
+                self._had = had
         self._is_saving = False
 
-    async def _saved_by_all(self, version: int) -> tuple[list[str], Updates | None]:
-        """Has all servers save their arrays; returns no files if a server was lost.
+    async def _saved_by_all(self, version: int) -> tuple[list[str], Updates | None, list[Updates]]:
+        """Has all servers save their arrays; returns their files, none if a server was lost, and what all and each of them have had.
 
-        In "async" an update that only some of them have had counts as done, so that no array gets it twice.
+        In "async" an update that only some of them have had counts as done, so that no array gets it twice in another layout.
         """
         progress = self._progress
         if progress.mode == "sync":
-            return await self._fleet.save(progress.generation, version), None
+            return await self._fleet.save(progress.generation, version), None, []
         floor, done = progress.floor, set(progress.done)
         found = await self._fleet.snapshots(progress.generation, version, floor)
         done.update(task for one in found for task in one.applied if task[0] >= floor)
-        return [one.file for one in found], Updates(floor, tuple(sorted(done)))
+        return [one.file for one in found], Updates(floor, tuple(sorted(done))), [Updates(floor, one.applied) for one in found]
 
     async def applied(self, server: int, generation: int, version: int, results: Mapping[int, Any]) -> None:
         """A server has renewed its arrays."""
@@ -250,8 +252,8 @@ class Scheduler(Attendance):
 
     async def saved(self, server: int, generation: int, version: int, file: str) -> None:
         """A server has saved its arrays."""
-        if generation != self._progress.generation or self._layout is None:
-            return
+        if not await self.reached(generation, version) or self._layout is None:
+            return  # word that all have come to the version, with the results of its steps, may come later
         if server == WORKERS and version == self._progress.unsaved:
             self._progress.saved_by_worker()
         (own := self._files.setdefault(version, {}))[server] = file
@@ -263,17 +265,19 @@ class Scheduler(Attendance):
     def _files_of_workers(self) -> list[str]:
         return [WORKERS_FILE] if self._layout is not None and self._layout.is_local else []
 
-    async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> None:
+    async def _complete(self, version: int, files: Any, updates: Updates | None = None) -> bool:
+        """Makes a state count; returns whether servers that are lost go on from it."""
         results = self._progress.results_before(version)
         try:
             await asyncio.to_thread(complete, self._folder, self._state(version, files)._replace(updates=updates), results)
         except Exception as error:
             await self.fail(f"A state cannot be saved: {cause_of(error)}")
-            return
-        if version >= self._common:
-            self._common, self._updates = version, updates
+            return False
+        is_newest = version >= self._common
+        self._common = max(self._common, version)
         if self._files_of_workers:
             self._fleet.forget(self._common)
+        return is_newest
 
     async def scale(self, num_servers: int) -> None:
         """Goes on with another number of servers, after the present step."""
@@ -290,7 +294,7 @@ class Scheduler(Attendance):
             await self._quiet()
             version, count = progress.version, self._asked_for
             try:
-                files, updates = await self._saved_by_all(version)
+                files, updates, _ = await self._saved_by_all(version)
             except Exception as error:
                 await self.fail(f"Servers cannot save their state: {cause_of(error)}")
                 return

@@ -193,7 +193,7 @@ class Progress:
             return Replay(left)
         free = [] if step < self.floor else [part for part in range(self.num_parts) if self._is_free(step, part)]
         if not free:
-            return Done(self.version, self.results.get(step, self.results[max(self.results)])) if self.results else None
+            return Done(self.version, self.results.get(step, self._newest_results)) if self.results else None
         others = [claim for task, claim in self._claims.items() if task != (step, free[0])]
         # All others that are under way may be applied before this one, and this one before each of them.
         late = [0, *(self.version - claim.version for claim in others if claim.worker is not None)]
@@ -201,6 +201,10 @@ class Progress:
             return None
         self._claims[step, free[0]] = _Claim(worker, self.version)
         return Go(self.generation, self.version, (free[0],))
+
+    @property
+    def _newest_results(self) -> Mapping[int, Any]:
+        return self.results[max(self.results)] if self.results else {}
 
     def _is_free(self, step: int, part: int) -> bool:
         claim = self._claims.get((step, part))
@@ -219,7 +223,8 @@ class Progress:
             elif self.apply(step, part):
                 own = self.version - 1 - claim.version if claim is not None and late is None else late or 0
                 self.staleness[own] = self.staleness.get(own, 0) + 1
-                self.results[step] = results or {}
+                # A server that was lost has no results of what it had before: those of another update will do.
+                self.results[step] = {**self._newest_results, **(results or {})}
 
     def results_before(self, version: int) -> dict[int, Mapping[int, Any]]:
         """Returns the results of the steps before a version; the oldest are dropped where all take too much memory."""

@@ -91,9 +91,12 @@ def _refuse_marks(step: ServedStep, unmarked: Iterable[int]) -> None:
 
 def _narrowed(captured: Captured, call: Call) -> list[str]:
     """Returns what to say of state that NumPy has in a type that JAX is told not to use."""
-    read, found = captured.structure.read(call), []
+    read = captured.structure.read(call)
+    if read is None:
+        return []
+    found = []
     carried = {leaf.carried_from for leaf in captured.outputs if leaf.carried_from is not None}
-    for index in sorted(carried) if read is not None else ():
+    for index in sorted(carried):
         given, aval = read.leaves[index], captured.in_avals[index]
         if isinstance(given, np.ndarray) and given.dtype != aval.dtype:
             path = captured.inputs[index].path
