@@ -86,11 +86,11 @@ def test_who_reads_state_divides_the_step_if_servers_wait_for_that():
         answer = answers.pop(0)
         if isinstance(answer, Lost):
             raise answer
-        return [[answer]]
+        return 4, [[answer]]
 
     run._client = SimpleNamespace(job=SimpleNamespace(mode="async"), latest=latest)
     captured = SimpleNamespace(in_avals=[jax.typeof(jnp.int32(0))])
-    run._step, run._number, run._until_done = SimpleNamespace(tables=None, captured=captured), 4, asked.append
+    run._step, run._number, run._until_done = SimpleNamespace(tables=None, local=None, captured=captured), 4, asked.append
     run._cut = SimpleNamespace(servers=[None], home={})
     assert run.read([0]) == {0: 7}
     assert asked == [3]
