@@ -121,7 +121,7 @@ def _schedule(role: Role, job: Job) -> int:
             own.await_port()
             connect(role.address)
             _await(lambda: ray().cluster_resources().get("ps", 0) >= role.num_servers, f"{role.num_servers} processes with MS_PSERVER", own)
-            trouble = _watched(start_scheduler(job), role, Display(sys.stderr))
+            trouble = _watched(start_scheduler(job), role, folder)
             ray().shutdown()
     finally:
         scale.end(folder)
@@ -130,9 +130,12 @@ def _schedule(role: Role, job: Job) -> int:
     return int(bool(trouble))
 
 
-def _watched(scheduler: Any, role: Role, display: Display) -> str:
+def _watched(scheduler: Any, role: Role, folder: Path) -> str:
     """Waits until all workers have ended; returns why the job cannot go on, empty if it could."""
+    display = Display(sys.stderr)
     while True:
+        if (wanted := scale.taken(folder)) is not None and wanted.servers is not None:
+            answer(scheduler.scale.remote(wanted.servers), "The scheduler")
         roll = answer(scheduler.roll.remote(), "The scheduler")
         if roll.failure:
             display.hide()

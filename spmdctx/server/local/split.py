@@ -11,8 +11,7 @@ import jax.extend.core as jexc
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.capture.around import Around, Placement
 from spmdctx.pipeline.cut.line import is_array, needed, variables
-from spmdctx.server.local.part import Local
-from spmdctx.server.program.capture import ServedStep, parameter_of
+from spmdctx.server.program.capture import Local, ServedStep, parameter_of
 from spmdctx.trace.build.origins import source_line
 from spmdctx.wording import counted
 

@@ -9,7 +9,7 @@ import jax
 import jax.extend.core as jexc
 import numpy as np
 
-from spmdctx.server.local.part import Local
+from spmdctx.server.program.capture import Local
 from spmdctx.server.program.spec import raw, typed
 
 

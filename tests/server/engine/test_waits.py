@@ -90,6 +90,7 @@ def test_who_reads_state_divides_the_step_if_servers_wait_for_that():
 
     run._client = SimpleNamespace(job=SimpleNamespace(mode="async"), latest=latest)
     captured = SimpleNamespace(in_avals=[jax.typeof(jnp.int32(0))])
+    run._local = None
     run._step, run._number, run._until_done = SimpleNamespace(tables=None, local=None, captured=captured), 4, asked.append
     run._cut = SimpleNamespace(servers=[None], home={})
     assert run.read([0]) == {0: 7}
