@@ -343,7 +343,7 @@ class ServedRun:
             return {}
         least = max(self._number, self._client.kept_from)
         self._bring(local, max(least, version) if not local.reads_arguments else least)
-        return {number: local.values[number] for number in own}
+        return {number: jnp.copy(local.values[number]) for number in own}  # who reads it may donate it
 
     @property
     def _stays(self) -> frozenset[int]:
