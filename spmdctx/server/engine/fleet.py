@@ -14,7 +14,7 @@ from spmdctx.server.engine.spares import Spares
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import Updates
 
-_START_S = 180.0
+_START_S = 300.0
 """Seconds in which the process of a server has to answer; what it loads then may take longer."""
 
 _MOST_LOSSES = 5

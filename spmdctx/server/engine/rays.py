@@ -110,7 +110,20 @@ def join_job(scheduler: str = SCHEDULER) -> tuple[Any, str]:
     """
     own = ray()
     _end_with_ray()
-    return own.get_actor(scheduler), str(own.get_runtime_context().get_worker_id())
+    return found_scheduler(scheduler), str(own.get_runtime_context().get_worker_id())
+
+
+def found_scheduler(name: str = SCHEDULER) -> Any:
+    """Returns the scheduler of a name.
+
+    Raises:
+        CommunicationError: there is none any more.
+    """
+    try:
+        return ray().get_actor(name)
+    except ValueError as error:
+        fix = "submit the job again: it goes on from its folder"
+        raise CommunicationError("The scheduler of the parameter server is gone.", got=str(error), fix=fix) from error
 
 
 def _end_with_ray() -> None:
