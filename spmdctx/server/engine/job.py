@@ -17,7 +17,7 @@ from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.engine.display import Display
 from spmdctx.server.engine.fleet import Job
 from spmdctx.server.engine.own import start_scheduler
-from spmdctx.server.engine.rays import NAMESPACE, answer, connect, ray
+from spmdctx.server.engine.rays import NAMESPACE, answer, connect, first_line, ray
 from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
 from spmdctx.server.state.progress import Summary
@@ -139,11 +139,8 @@ class _Running:
             self._ask(self._scheduler.lost.remote(number))
             if self._runs or self._has_ended:
                 return Outcome(0)
-            got, fix = (
-                f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
-                "look at `ray status`, and at Ray's logs (session_latest/logs)",
-            )
-            return Outcome(1, message(f"Worker {number} was lost, and cannot be started again.", got=got, fix=fix))
+            fix = "look at `ray status`, and at Ray's logs (session_latest/logs)"
+            return Outcome(1, message(f"Worker {number} was lost, and cannot be started again.", got=first_line(error), fix=fix))
         self._has_ended |= number not in self._leaving
         if not ended.code:
             return Outcome(0)

@@ -71,6 +71,11 @@ def cause_of(error: Exception) -> str:
     return str(getattr(error, "cause", None) or error)
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error, and its first line: those of Ray have many."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> bool:
     """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
 
