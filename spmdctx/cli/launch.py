@@ -13,7 +13,7 @@ from spmdctx.cli.output import Output
 from spmdctx.cli.values import natural, positive, positive_number
 from spmdctx.communication.launch import Job, run_job
 from spmdctx.context.servers import DEFAULT_SERVERS, MODES
-from spmdctx.errors import ContextError, SpmdctxError
+from spmdctx.errors import ContextError
 from spmdctx.server.engine.fleet import Job as ServedJob
 from spmdctx.server.engine.job import Launch, run_served
 from spmdctx.server.engine.worker import Script
@@ -101,7 +101,7 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     started = Launch(job, arguments.workers, script, arguments.devices_per_process, arguments.address, arguments.timeout)
     try:
         outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)
-    except SpmdctxError:
+    except BaseException:
         _tidy(arguments, folder)
         raise
     if outcome.trouble:

@@ -11,7 +11,7 @@ from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.fleet import Job, Layout
 from spmdctx.server.engine.messages import WORKERS, Answer, Word
 from spmdctx.server.engine.own import start_own
-from spmdctx.server.engine.rays import SCHEDULER, answer, ray
+from spmdctx.server.engine.rays import answer, found_scheduler, ray
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Save, Setup
@@ -44,7 +44,7 @@ class Client:
         own = ray()
         self._ray, self.worker = own, int(os.environ.get(WORKER, "0"))
         if WORKER in os.environ:
-            self._scheduler = own.get_actor(SCHEDULER)
+            self._scheduler = found_scheduler()
         else:
             self._scheduler = start_own(job, self)
         self._is_launched = WORKER in os.environ

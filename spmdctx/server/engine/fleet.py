@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from spmdctx.errors import CommunicationError
-from spmdctx.server.engine.rays import ray
+from spmdctx.server.engine.rays import first_line, ray
 from spmdctx.server.engine.server import Order, Snapshot
 from spmdctx.server.engine.spares import Spares
 from spmdctx.server.program.spec import ServerSpec
 from spmdctx.server.state.folder import Updates
 
-_START_S = 180.0
+_START_S = 300.0
 """Seconds in which the process of a server has to answer; what it loads then may take longer."""
 
 _MOST_LOSSES = 5
@@ -123,7 +123,7 @@ class Fleet:
                 return life
         raise CommunicationError(
             f"Server {number} was lost {_MOST_LOSSES} times while it loaded its arrays.",
-            got=_first_line(cause),
+            got=first_line(cause),
             fix="look at the memory of its machine, and at Ray's logs there (session_latest/logs)",
         ) from cause
 
@@ -187,10 +187,6 @@ async def _started(number: int, server: Any) -> None:
         is_late = isinstance(error, TimeoutError)
         raise CommunicationError(
             f"Server {number} cannot start.",
-            got=f"no answer in {_START_S:g} s" if is_late else _first_line(error),
+            got=f"no answer in {_START_S:g} s" if is_late else first_line(error),
             fix='look at `ray status` (memory, and "ps" among the resources of nodes), and at Ray\'s logs (session_latest/logs)',
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from spmdctx.errors import CommunicationError
+from spmdctx.errors import CommunicationError, message
 from spmdctx.server import scale
 from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.engine.display import Display
 from spmdctx.server.engine.fleet import Job
 from spmdctx.server.engine.own import start_scheduler
-from spmdctx.server.engine.rays import NAMESPACE, answer, connect, ray
+from spmdctx.server.engine.rays import NAMESPACE, answer, connect, first_line, ray
 from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
 from spmdctx.server.state.progress import Summary
@@ -139,7 +139,8 @@ class _Running:
             self._ask(self._scheduler.lost.remote(number))
             if self._runs or self._has_ended:
                 return Outcome(0)
-            return Outcome(1, f"Worker {number} was lost, and cannot be started again: {type(error).__name__}.")
+            fix = "look at `ray status`, and at Ray's logs (session_latest/logs)"
+            return Outcome(1, message(f"Worker {number} was lost, and cannot be started again.", got=first_line(error), fix=fix))
         self._has_ended |= number not in self._leaving
         if not ended.code:
             return Outcome(0)

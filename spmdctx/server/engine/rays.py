@@ -116,6 +116,11 @@ def _answers(address: str) -> bool:
     return False
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the type of an error, and its first line: those of Ray have many."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
 def connect(address: str | None = None, namespace: str = NAMESPACE, resources: dict[str, float] | None = None) -> bool:
     """Connects this process to Ray: to the cluster at an address, to the one that this process belongs to, or to a new local one.
 
@@ -157,7 +162,20 @@ def join_job(scheduler: str = SCHEDULER) -> tuple[Any, str]:
     """
     own = ray()
     _end_with_ray()
-    return own.get_actor(scheduler), str(own.get_runtime_context().get_worker_id())
+    return found_scheduler(scheduler), str(own.get_runtime_context().get_worker_id())
+
+
+def found_scheduler(name: str = SCHEDULER) -> Any:
+    """Returns the scheduler of a name.
+
+    Raises:
+        CommunicationError: there is none any more.
+    """
+    try:
+        return ray().get_actor(name)
+    except ValueError as error:
+        fix = "submit the job again: it goes on from its folder"
+        raise CommunicationError("The scheduler of the parameter server is gone.", got=str(error), fix=fix) from error
 
 
 def _end_with_ray() -> None:

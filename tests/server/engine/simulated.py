@@ -95,14 +95,14 @@ class Actor:
 
     def __init__(self, job, name):
         self.job, self.name, self.running, self.is_over = job, name, set(), False
-        self.object = None
+        self.object, self.was = None, False
         self.restart(job.random.uniform(0.5, 3))
 
     def restart(self, seconds):
         async def start():
             await asyncio.sleep(seconds)
             if not self.is_over:
-                self.object = server.Server(self.name)
+                self.object, self.was = server.Server(self.name), True
 
         self.starting = self.job.task(start())
 

@@ -5,6 +5,7 @@ The clock of these jobs jumps, so that hundreds of them take seconds.
 
 import pytest
 
+from tests.server.engine import simulated as simulated_engine
 from tests.server.engine.simulated import KEYS, PARTS, STEPS, simulated
 
 ALL = [(step, part) for step in range(STEPS) for part in range(PARTS)]
@@ -37,3 +38,13 @@ def test_an_async_job_that_loses_no_server_loses_no_update(tmp_path, monkeypatch
         job, held = simulated(seed, "async", 2, tmp_path, monkeypatch, troubles=0)
         assert all(sorted(own) == ALL for own in held.values()), seed
         assert sum(job.scheduler._progress.staleness.values()) == len(ALL)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_job_ends_where_a_server_cannot_start(first, tmp_path, monkeypatch):
+    found = simulated_engine.Actor.restart
+    monkeypatch.setattr(
+        simulated_engine.Actor, "restart", lambda actor, seconds: found(actor, seconds if not (first or actor.was) else 1e9)
+    )
+    with pytest.raises(AssertionError, match=r"(?s)Server \d cannot start.*no answer in 300 s.*ray status"):
+        simulated(3, "sync", 0, tmp_path, monkeypatch, troubles=0 if first else 40)
