@@ -21,7 +21,7 @@ from spmdctx.server.engine.client import WORKER
 from spmdctx.server.engine.fleet import Job
 from tests.server import local, tables
 
-STEPS, LIMIT_S = 12, 120
+STEPS, LIMIT_S = 12, 200
 GIVEN = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": "8118", "MS_SERVER_NUM": "2", "MS_WORKER_NUM": "3"}
 
 

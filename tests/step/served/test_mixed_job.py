@@ -16,7 +16,7 @@ def test_losses_and_scaling_leave_no_trace_of_what_workers_hold(tmp_path):
     spmdctx.set_ps_context(folder=str(tmp_path / "alone"))
     losses, state = local.undisturbed(2, STEPS, mixed.made, tables.digest)
     folder = tmp_path / "job"
-    job = ["--servers", "2", "--workers", "2", "--folder", folder, "--timeout", "100", "-m", "tests.server.mixed", str(STEPS)]
+    job = ["--servers", "2", "--workers", "2", "--folder", folder, "--timeout", "200", "-m", "tests.server.mixed", str(STEPS)]
     with Running([*job, "--pause", "0.02"]) as running:
         running.wait_for(4)
         running.kill("Worker", 1)
