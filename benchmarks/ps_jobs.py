@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +23,7 @@ class Running:
 
     Attributes:
         losses: by step, what workers have said of it.
+        times: by step, the seconds of a clock at which a worker was first seen to have done it.
         states: what they have said of their last state.
         other: all other lines, of its errors too.
     """
@@ -38,6 +40,7 @@ class Running:
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT, start_new_session=True
         )
         self.losses: dict[int, set[str]] = {}
+        self.times: dict[int, float] = {}
         self.states: list[str] = []
         self.other: list[str] = []
         self._changed = threading.Condition()
@@ -55,6 +58,7 @@ class Running:
                     elif found[2] == "STEP":
                         step, loss = found[3].split()
                         self.losses.setdefault(int(step), set()).add(loss)
+                        self.times.setdefault(int(step), time.monotonic())
                     else:
                         self.states.append(found[3])
                     self._changed.notify_all()
@@ -63,6 +67,16 @@ class Running:
     def last(self) -> int:
         """The newest step that a worker has seen done."""
         return max(self.losses, default=-1)
+
+    def gaps(self, first: int, last: int) -> list[float]:
+        """Returns the times, in seconds, between the steps of a range that were done one after the other."""
+        # A worker that was late may say an earlier step later, so the newest step counts.
+        found, newest = [], self.times[first]
+        for step in range(first + 1, last + 1):
+            if step in self.times:
+                found.append(max(0.0, self.times[step] - newest))
+                newest = max(newest, self.times[step])
+        return found
 
     def wait_for(self, step: int, seconds: float = PATIENCE_S) -> None:
         """Waits until a worker has seen a step done.
@@ -93,7 +107,7 @@ class Running:
             self.process.wait()
 
     def pids(self, kind: str) -> list[int]:
-        """Returns the processes of "Worker" or "Server", the oldest first."""
+        """Returns the processes of "Worker" or "Server", the oldest first; spare servers are none."""
         return actors(kind, self.process.pid)
 
     def kill(self, kind: str, index: int = 0) -> None:
@@ -109,20 +123,36 @@ class Running:
 
 
 def actors(kind: str, ancestor: int | None) -> list[int]:
-    """Returns the processes of a kind of actor below another process, or all of them, the oldest first."""
+    """Returns the processes of a kind of actor below another process, or all of them, the oldest first; spare servers are none."""
+    found = [pid for pid in below(ancestor) if (_title(pid)).startswith(f"ray::{kind}")]
+    return [pid for pid in found if kind != "Server" or _computes(pid)]
+
+
+def _title(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _computes(pid: int) -> bool:
+    """Returns whether XLA has threads in a process: a server has none before it has loaded."""
+    for task in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(OSError):
+            if task.read_text().startswith("tf_XLA"):
+                return True
+    return False
+
+
+def below(ancestor: int | None) -> list[int]:
+    """Returns the processes below another one, or all, the oldest first."""
     parents: dict[int, int] = {}
-    found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:
+        with suppress(OSError):
             parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            title = (entry / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if title.startswith(f"ray::{kind}".encode()):
-            found.append(int(entry.name))
-    return sorted(pid for pid in found if ancestor is None or is_below(pid, ancestor, parents))
+    return sorted(pid for pid in parents if ancestor is None or (pid != ancestor and is_below(pid, ancestor, parents)))
 
 
 def is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:

@@ -64,7 +64,7 @@ def train(rows: int, steps: int, *, is_dense: bool) -> dict[str, float]:
         ids = (random.zipf(1.2, (BATCH, FEATURES)) * 2654435761 + np.arange(FEATURES)) % rows
         state, value = step(state, (jnp.asarray(ids, jnp.int32), jnp.asarray(ids[:, 0] % 2, jnp.float32)))
         float(value)
-        traffic = sum(step._last.entry.served.traffic.values())
+        traffic = sum(step.traffic.values())
         touched += len(np.unique(ids)) * WIDTH * 4 if number else 0
         if not number:
             start, before = time.perf_counter(), traffic

@@ -102,6 +102,7 @@ def test_a_step_has_these_methods():
         "plan",
         "report",
         "shard_batch",
+        "traffic",
         "verify",
         "with_context",
         "with_options",

@@ -51,13 +51,14 @@ INNER = {
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
     "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
-    "server": ("program scale", "results", "state", "loads alone", "engine", "remote plan marks", "initial"),
+    "server": ("program scale node", "results local", "state", "loads alone", "engine", "remote plan marks roles", "initial"),
     "server/program": ("balance rows recipe", "capture", "row_step", "tables split_rows", "cut", "spec worker", "row_ids crossing"),
     "server/state": (
         "progress presence row_files table",
         "folder shard",
     ),
-    "server/engine": ("rays display", "server", "fleet", "scheduler", "client worker", "job"),
+    "server/local": ("split state",),
+    "server/engine": ("rays display messages", "attendance server", "spares", "fleet", "scheduler", "own worker", "client", "job"),
     "k8s": ("job render", "operators", "manifest state", "mindspore cluster"),
     "step": (
         "planning processes direct out_of_memory agreement options",

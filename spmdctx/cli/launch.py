@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
+from pathlib import Path
 
 from spmdctx.cli.output import Output
 from spmdctx.cli.values import natural, positive, positive_number
 from spmdctx.communication.launch import Job, run_job
 from spmdctx.context.servers import DEFAULT_SERVERS, MODES
 from spmdctx.errors import ContextError
+from spmdctx.server.engine.fleet import Job as ServedJob
 from spmdctx.server.engine.job import Launch, run_served
-from spmdctx.server.engine.scheduler import Job as ServedJob
 from spmdctx.server.engine.worker import Script
 from spmdctx.server.scale import scale
+from spmdctx.server.state.folder import has_progress
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,11 +99,24 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     job = ServedJob(arguments.servers, arguments.mode or default.update_mode, late, every, folder)
     script = Script(arguments.script, arguments.arguments, arguments.module, os.getcwd())
     started = Launch(job, arguments.workers, script, arguments.devices_per_process, arguments.address, arguments.timeout)
-    outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)
+    try:
+        outcome = run_served(started, sys.stderr if output.as_json else sys.stdout, sys.stderr)
+    except BaseException:
+        _tidy(arguments, folder)
+        raise
     if outcome.trouble:
         sys.stderr.write(f"error: {outcome.trouble}\n")
+    _tidy(arguments, folder, is_done=not outcome.code)
     done = outcome.summary
     staleness = {str(late): count for late, count in sorted(done.staleness.items())} if done is not None else {}
     updates = done.version if done is not None else 0
     output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness})
     return outcome.code
+
+
+def _tidy(arguments: argparse.Namespace, folder: str, *, is_done: bool = False) -> None:
+    """Removes a temporary folder, unless a job that has failed can go on from what is in it."""
+    if arguments.folder is None and (is_done or not has_progress(Path(folder))):
+        shutil.rmtree(folder, ignore_errors=True)
+    elif arguments.folder is None:
+        sys.stderr.write(f"The job can be submitted again with --folder {folder}\n")

@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmdctx._compat import x64_is_on
+from spmdctx.server.local.state import LocalState
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.cut import Cut
 from spmdctx.server.program.row_ids import RowReader, given_to, interleaved, places_on
 from spmdctx.server.program.spec import ServerSpec, raw, server_specs, typed
 from spmdctx.server.program.worker import WorkerProgram
+from spmdctx.server.state.folder import row_pieces
+from spmdctx.server.state.row_files import rows_of
 from spmdctx.server.state.shard import Shard
 
 Call = Callable[..., Sequence[Any]]
@@ -55,10 +58,20 @@ def constant(cut: Cut, number: int, leaves: Sequence[Any]) -> Any:
     return jnp.asarray(atom.val, atom.aval.dtype) if place is None else leaves[place]
 
 
-def run_alone(step: ServedStep, cut: Cut, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> list[Any]:
-    """Does one step in this process, with all servers in it; returns its flat results."""
-    alone = Alone(step, cut, leaves)
-    alone.advance(program, call, leaves)
+def run_alone(
+    step: ServedStep, cut: Cut, part: tuple[WorkerProgram, Call], leaves: Sequence[Any], local: LocalState | None = None
+) -> list[Any]:
+    """Does one step in this process, with all servers in it; returns its flat results.
+
+    Args:
+        step: the step.
+        cut: how it is cut.
+        part: the program of one part, and what runs it.
+        leaves: the arguments of the step.
+        local: a copy of what stays with workers, if something does.
+    """
+    alone = Alone(step, cut, leaves, local)
+    alone.advance(*part, leaves)
     return alone.results(leaves)
 
 
@@ -69,13 +82,18 @@ class Alone:
         step: the step.
         cut: how it is cut.
         leaves: its first arguments, of which servers hold the state.
+        local: a copy of what stays with workers, if something does.
     """
 
-    def __init__(self, step: ServedStep, cut: Cut, leaves: Sequence[Any]) -> None:
+    def __init__(self, step: ServedStep, cut: Cut, leaves: Sequence[Any], local: LocalState | None = None) -> None:
         self._step, self._cut = step, cut
         self._specs = server_specs(step, cut, x64=x64_is_on())
         self._reader = RowReader(step)
-        self.shards = [Shard(spec, _held(spec, leaves), 0) for spec in self._specs]
+        avals = step.captured.in_avals
+        self.shards = [Shard(spec, _held(spec, leaves, avals), 0) for spec in self._specs]
+        self._own = local
+        if step.local is not None and local is not None:
+            local.load(0, {number: raw(jnp.asarray(leaves[number])) for number in step.local.held})
 
     def advance(self, program: WorkerProgram, call: Call, leaves: Sequence[Any]) -> None:
         """Does one step from the servers' state and the other leaves."""
@@ -84,11 +102,16 @@ class Alone:
         with ThreadPoolExecutor(len(self.shards)) as pool:
             for done in [pool.submit(_renew, shard, board) for shard in self.shards]:
                 done.result()
+        if self._own is not None:
+            kept = [own for shard in self.shards for own in shard.kept(shard.version - 1, shard.version) or ()]
+            taken = {slot: value for own in kept for slot, value in own.items()}
+            self._own.advance([taken[slot] for slot in self._cut.taken], dict(enumerate(leaves)))
 
     def results(self, leaves: Sequence[Any]) -> list[Any]:
         """Returns the flat results of the last step, which has read these leaves."""
         held = self._state(with_tables=True)
         results = {number: value for shard in self.shards for number, value in shard.results.items()}
+        results |= {} if self._own is None else self._own.results.get(self._own.version - 1, {})
         captured, found = self._step.captured, []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
@@ -118,14 +141,15 @@ class Alone:
             saved = [shard.saved() for shard in self.shards]
             slots = [slot for table in self._specs[0].tables for slot in table.held]
             found |= {slot: jnp.asarray(interleaved([own[slot] for own in saved])) for slot in slots}
-        return {int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}
+        own = {} if self._own is None else self._own.values
+        return {**{int(slot[3:]): typed(value, avals[int(slot[3:])]) for slot, value in found.items()}, **own}
 
 
-def _held(spec: ServerSpec, leaves: Sequence[Any]) -> dict[str, Any]:
+def _held(spec: ServerSpec, leaves: Sequence[Any], avals: Sequence[Any]) -> dict[str, Any]:
     """Returns what a server holds, of the leaves of the step."""
     found = {slot: raw(jnp.asarray(leaves[int(slot[3:])])) for slot in spec.held}
-    for slot in (slot for table in spec.tables for slot in table.held):
-        found[slot] = np.array(leaves[int(slot[3:])])[spec.server :: spec.num_servers]
+    for slot, piece in row_pieces(spec).items():
+        found[slot] = np.array(rows_of(leaves[int(slot[3:])], avals[int(slot[3:])], piece))
     return found
 
 

@@ -128,12 +128,17 @@ def with_recipes(specs: Sequence[ServerSpec], step: ServedStep, leaves: Sequence
     """
     recipes = {number: leaf.recipe for number, leaf in enumerate(leaves) if isinstance(leaf, ServerTable)}
     held = frozenset[int]() if step.tables is None else step.tables.held
-    for number in recipes.keys() - held:
+    stays = () if step.local is None else step.local.held
+    # Workers make what has equal rows themselves.
+    for number in sorted(
+        number for number, recipe in recipes.items() if number not in held and (number not in stays or recipe.row is None)
+    ):
+        notes = ["it has no mark of set_param_ps, and stays with workers"] if number in stays else step.tables.notes if step.tables else ()
         raise UnsupportedError(
             "Servers cannot hold an array of server_table by rows.",
             where=step.captured.inputs[number].path,
-            got=" ".join(() if step.tables is None else step.tables.notes) or "an array that is not read by ids",
-            fix="make the array here",
+            got=" ".join(notes) or "an array that is not read by ids",
+            fix="mark it" if number in stays else "make the array here",
         )
     return [
         spec._replace(

@@ -29,6 +29,20 @@ class ServerLoad(NamedTuple):
     exchanged_bytes: int
 
 
+class LocalLoad(NamedTuple):
+    """What each worker holds: the arrays that stay with workers, and their bytes on all of its devices together, if none repeats them."""
+
+    arrays: tuple[str, ...] = ()
+    num_bytes: int = 0
+
+
+def local_load(step: ServedStep) -> LocalLoad:
+    """Returns what each worker holds."""
+    held = () if step.local is None else step.local.held
+    inputs = step.captured.inputs
+    return LocalLoad(tuple(inputs[one].path for one in held), _bytes([step.captured.in_avals[one] for one in held]))
+
+
 def server_loads(step: ServedStep, cut: Cut) -> tuple[ServerLoad, ...]:
     """Returns the load of each server."""
     return tuple(_load(step, cut, number) for number in range(len(cut.servers)))
@@ -38,7 +52,7 @@ def _load(step: ServedStep, cut: Cut, number: int) -> ServerLoad:
     part, captured = cut.servers[number], step.captured
     results, inputs = step.loss.part.out_avals, captured.in_avals
     made = {slot: aval for own in part.rounds if own is not None for slot, aval in zip(own.outputs, own.jaxpr.out_avals, strict=True)}
-    made |= {f"in/{one}": inputs[one] for one in part.held}
+    made |= {f"in/{one}": inputs[one] for one in part.held} | {f"loss/{one}": results[one] for one in part.joined}
     sent = [made[slot] for own in part.posts for slot in own]
     rows = _rows(step, cut)
     pulled = [one for one in cut.pulled if cut.home.get(one, 0) == number]
@@ -47,7 +61,7 @@ def _load(step: ServedStep, cut: Cut, number: int) -> ServerLoad:
         num_bytes=_bytes([inputs[one] for one in part.held]) + rows.num_bytes,
         pushed_bytes=step.loss.num_parts * (_bytes([results[one] for one in part.joined]) + rows.pushed_bytes)
         + _bytes([inputs[one] for one in part.given]),
-        pulled_bytes=_bytes([inputs[one] for one in pulled]) + rows.pulled_bytes,
+        pulled_bytes=_bytes([inputs[one] for one in pulled]) + rows.pulled_bytes + _bytes([made[slot] for slot in part.kept]),
         exchanged_bytes=_bytes(sent),
     )
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 from flax import nnx
 
 from spmdctx.context.layers import current_context, mark_for_servers
-from spmdctx.errors import ContextError, UnsupportedError, message, shown
+from spmdctx.errors import ContextError, message, shown
 from spmdctx.pipeline.cut.line import needed, variables
 from spmdctx.server.program.capture import ServedStep
-from spmdctx.server.program.cut import Cut
 from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.capture.structure import SERVED
 
@@ -45,39 +44,35 @@ def set_param_ps(module_or_patterns: Any, init_in_server: bool = False) -> None:
     mark_for_servers(_patterns(module_or_patterns), init_in_server=init_in_server)
 
 
-def check_marks(step: ServedStep, cut: Cut, patterns: Sequence[str]) -> tuple[str, ...]:
-    """Returns notes on the marks of a step.
+class Marks(NamedTuple):
+    """The parameters of a step that have no mark, by the number of the input, if others have one; and notes on marks."""
 
-    Raises:
-        UnsupportedError: some parameters are marked, and others are not.
-    """
+    unmarked: frozenset[int]
+    notes: tuple[str, ...]
+
+
+def marks_of(step: ServedStep, patterns: Sequence[str]) -> Marks:
+    """Returns which parameters of a step stay with workers, since others are marked and they are not."""
     inputs = step.captured.inputs
     unmatched = [pattern for pattern in patterns if not any(matches_path(leaf.path, pattern) for leaf in inputs)]
     notes = [f"set_param_ps pattern {pattern!r} matches no argument." for pattern in unmatched]
-    trained = [inputs[number] for number in _trained(step, cut)]
-    left = [leaf.path for leaf in trained if not leaf.served and not any(matches_path(leaf.path, pattern) for pattern in patterns)]
-    if len(left) == len(trained) and not any(leaf.served for leaf in inputs):
-        return (*notes, "set_param_ps marks no parameter: servers hold all of them.")
-    if left:
-        raise UnsupportedError(
-            "set_param_ps marks some parameters and not others; servers hold all or none.",
-            where=step.loss.where,
-            got=f"{len(left)} without a mark: {', '.join(left[:3])}{', ...' if len(left) > 3 else ''}",
-            fix='spmdctx.set_param_ps("*"), or no mark at all',
-        )
-    return tuple(notes)
+    trained = _trained(step)
+    left = [number for number in trained if not (inputs[number].served or any(matches_path(inputs[number].path, own) for own in patterns))]
+    if len(left) == len(trained):
+        notes, left = [*notes, "set_param_ps marks no parameter: servers hold all of them."], []
+    return Marks(frozenset(left), tuple(notes))
 
 
-def _trained(step: ServedStep, cut: Cut) -> list[int]:
-    """Returns the inputs that the loss is differentiated by, by number."""
-    around = cut.around
+def _trained(step: ServedStep) -> list[int]:
+    """Returns the inputs that the loss is differentiated by and that are state, by number."""
+    around = step.around
     number_of = {var: number for number, var in enumerate(around.jaxpr.jaxpr.invars)}
     found: set[int] = set()
     for leaf in step.loss.primal_of.values():
         read = [around.loss.invars[leaf]]
         read += [var for eqn in needed(around.before, variables(read)) for var in variables(eqn.invars)]
         found.update(number_of[var] for var in variables(read) if var in number_of)
-    return sorted(found & set(cut.held))
+    return sorted(found & {leaf.carried_from for leaf in step.captured.outputs if leaf.carried_from is not None})
 
 
 def _parameters(module: nnx.Module) -> list[nnx.Variable[Any]]:

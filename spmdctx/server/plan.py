@@ -13,11 +13,13 @@ from rich.text import Text
 
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
-from spmdctx.server.loads import ServerLoad
+from spmdctx.server.loads import LocalLoad, ServerLoad
 from spmdctx.wording import bytes_text, counted, seconds_text
 
 _BYTES_PER_S = 800e6
 """What 2 servers and 2 workers exchanged on two cores by Ray 2.60; a network may be slower."""
+
+_NO_LOAD = LocalLoad()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -28,11 +30,13 @@ class ServedPlan(Plan):
         servers: one row for each.
         num_parts: of each step.
         num_workers: among which the parts are dealt.
+        local: what each worker holds.
     """
 
     servers: tuple[ServerLoad, ...] = ()
     num_parts: int = 1
     num_workers: int = 1
+    local: LocalLoad = _NO_LOAD
 
     @property
     def exchange_s(self) -> float:
@@ -48,7 +52,8 @@ class ServedPlan(Plan):
     def to_dict(self) -> dict[str, Any]:
         """Returns what the table of servers says as plain data, in seconds and bytes."""
         rows = [{**one._asdict(), "arrays": list(one.arrays)} for one in self.servers]
-        return {"servers": rows, "num_parts": self.num_parts, "num_workers": self.num_workers, "step_s": self.step_s}
+        own = {**self.local._asdict(), "arrays": list(self.local.arrays)}
+        return {"servers": rows, "local": own, "num_parts": self.num_parts, "num_workers": self.num_workers, "step_s": self.step_s}
 
     def _repr_html_(self) -> str:
         page = super()._repr_html_()
@@ -61,10 +66,10 @@ class ServedPlan(Plan):
         return Group(*_servers(self), super().__rich__())
 
 
-def served_plan(part: Plan, servers: tuple[ServerLoad, ...], num_parts: int, num_workers: int) -> ServedPlan:
-    """Adds the servers to the plan of a worker's part."""
+def served_plan(part: Plan, servers: tuple[ServerLoad, ...], num_parts: int, num_workers: int, local: LocalLoad = _NO_LOAD) -> ServedPlan:
+    """Adds the servers to the plan of a worker's part, and what each worker holds."""
     own = {field.name: getattr(part, field.name) for field in fields(part)}
-    return ServedPlan(**own, servers=servers, num_parts=num_parts, num_workers=num_workers)
+    return ServedPlan(**own, servers=servers, num_parts=num_parts, num_workers=num_workers, local=local)
 
 
 def _servers(plan: ServedPlan) -> list[RenderableType]:
@@ -77,4 +82,6 @@ def _servers(plan: ServedPlan) -> list[RenderableType]:
     for number, one in enumerate(plan.servers):
         sizes = map(bytes_text, (one.num_bytes, one.pushed_bytes, one.pulled_bytes, one.exchanged_bytes))
         table.add_row(str(number), str(len(one.arrays)), *sizes)
+    if plan.local.arrays:
+        table.add_row("each worker", str(len(plan.local.arrays)), bytes_text(plan.local.num_bytes), "", "", "")
     return [title, table, Text.assemble(("A worker's part", "bold"))]

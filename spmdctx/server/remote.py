@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
 
+class Owner(Protocol):
+    """The run of a step that has returned handles."""
+
+    def read(self, numbers: Sequence[int]) -> Mapping[int, jax.Array]:
+        """Returns arrays by the number of the input; in "sync" all are of one version."""
+
+
 class Origin(NamedTuple):
     """Where a handle comes from: the run of the step that has returned it, the number of the input that it is, and the steps done."""
 
-    owner: object
+    owner: Owner
     number: int
     steps: int
 
@@ -119,3 +126,16 @@ for _name in ("lt", "le", "gt", "ge", "neg", "abs"):
 def fetched(leaf: Any) -> Any:
     """Returns a leaf, or the value of one that a server holds."""
     return leaf.fetch() if isinstance(leaf, RemoteArray) else leaf
+
+
+def all_fetched(leaves: Sequence[Any]) -> list[Any]:
+    """Returns leaves, with the values of those that servers hold; in "sync" those that one step has returned are of one version."""
+    origins = [leaf.origin for leaf in leaves if isinstance(leaf, RemoteArray) and leaf.origin is not None]
+    owners = {id(origin.owner): origin.owner for origin in origins}
+    found = {key: owner.read(sorted({origin.number for origin in origins if origin.owner is owner})) for key, owner in owners.items()}
+
+    def value(leaf: Any) -> Any:
+        origin = leaf.origin if isinstance(leaf, RemoteArray) else None
+        return fetched(leaf) if origin is None else found[id(origin.owner)][origin.number]
+
+    return [value(leaf) for leaf in leaves]

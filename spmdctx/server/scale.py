@@ -62,12 +62,18 @@ def begin(folder: Path) -> None:
         CommunicationError: another job runs there.
         CheckpointError: the folder cannot be written.
     """
-    _lock(folder)
+    take(folder)
     (folder / _REQUEST).unlink(missing_ok=True)
     write_json(folder / _JOB, {"pid": os.getpid()})
 
 
-def _lock(folder: Path) -> None:
+def take(folder: Path) -> None:
+    """Makes a folder this process's until `release`, or until it ends.
+
+    Raises:
+        CommunicationError: another job runs there, maybe one of this process.
+        CheckpointError: the folder cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -82,17 +88,27 @@ def _lock(folder: Path) -> None:
         ) from error
     except OSError:  # the file system has no locks
         pass
-    _locks[folder] = descriptor
+    _locks[folder.resolve()] = descriptor
+
+
+def has_taken(folder: Path) -> bool:
+    """Returns whether a folder is this process's."""
+    return folder.resolve() in _locks
+
+
+def release(folder: Path) -> None:
+    """Gives a folder back."""
+    descriptor = _locks.pop(folder.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def end(folder: Path) -> None:
     """Says that the job has ended, if it had begun."""
-    descriptor = _locks.pop(folder, None)
-    if descriptor is None:
-        return
-    with suppress(OSError):
-        (folder / _JOB).unlink(missing_ok=True)
-    os.close(descriptor)
+    if has_taken(folder):
+        with suppress(OSError):
+            (folder / _JOB).unlink(missing_ok=True)
+        release(folder)
 
 
 def taken(folder: Path) -> Wanted | None:

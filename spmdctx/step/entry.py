@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -93,6 +93,11 @@ class Entry:
     def warnings(self) -> tuple[str, ...]:
         """What the first call warns of: a step that is not parallel, a batch that is not split, gradients that are summed."""
         return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings)
+
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """The bytes that were exchanged with servers: none."""
+        return {}
 
     @cached_property
     def spans_processes(self) -> bool:
@@ -299,6 +304,9 @@ class Entry:
         outputs = self.call(*leaves)
         if self.buffers.keeps and self.on_several_devices:
             self.buffers.keep(outputs)
+        return self._finish(read, outputs)
+
+    def _finish(self, read: Read, outputs: Sequence[Any]) -> Any:
         return self.structure.finish(read.handle, outputs)
 
     def _placed(self, read: Read) -> list[Any]:

@@ -202,6 +202,14 @@ class ParallelStep(Generic[P, R]):
             () if self._last is None else (*self._last.entry.warnings, *self._last.entry.moved.values(), *self._last.entry.copied.values())
         )
 
+    @property
+    def traffic(self) -> Mapping[str, int]:
+        """The bytes that this worker has exchanged with servers, with the shapes of the last call; empty for a step without servers.
+
+        "pushed" and "pulled" are whole arrays, "rows pushed" and "rows pulled" rows of tables with their places.
+        """
+        return {} if self._last is None else self._last.entry.traffic
+
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
         return self._entry_of(args, kwargs).plan

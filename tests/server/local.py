@@ -1,6 +1,9 @@
 """Servers in the process of the worker, with no engine: what a job must come to, whatever is lost on its way."""
 
+import shutil
+import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -8,7 +11,7 @@ import pytest
 
 from spmdctx.server.engine.client import NUM_WORKERS, WORKER
 from spmdctx.server.engine.server import Pulled
-from spmdctx.server.state.folder import SavedState, complete, load_held, shard_name, state_folder
+from spmdctx.server.state.folder import WORKERS_FILE, SavedState, complete, load_held, save_shard, shard_name, state_folder
 from spmdctx.server.state.progress import Progress
 from spmdctx.server.state.shard import Shard
 from spmdctx.step.served import entry
@@ -31,28 +34,64 @@ def undisturbed(num_parts, num_steps, made, digest):
 class LocalClient:
     """Stands for `Client`: one worker that computes all parts."""
 
+    worker = 0
+
     def __init__(self, job):
-        self.job, self.kept_from, self.worker = job, 0, 0
+        self.job, self.kept_from = job, 0
+        if not job.folder:
+            self.job = job._replace(folder=tempfile.mkdtemp(prefix="spmdctx-ps-"))
+            weakref.finalize(self, shutil.rmtree, self.job.folder, ignore_errors=True)
         self._progress = Progress(job.num_servers)
         self._shards = []
+        self._layout = None
+
+    @property
+    def generation(self):
+        return self._progress.generation
 
     @property
     def num_servers(self):
         return self.job.num_servers
 
     def hello(self, fingerprint, num_parts):
-        self._progress.hello(0)
+        self._progress.hello(self.worker)
 
     def ask(self, step):
-        return self._progress.ask(0, step)
+        return self._progress.ask(self.worker, step)
 
     def set_up(self, layout):
-        folder = Path(self.job.folder)
-        files = tuple(shard_name(number) for number in range(len(layout.specs)))
-        complete(folder, SavedState(0, state_folder(folder, 0), layout.fingerprint, layout.num_parts, files), {})
+        folder, self._layout = Path(self.job.folder), layout
+        self._complete(0)
         for spec in layout.specs:
             self._shards.append(Shard(spec, load_held(folder, 0, spec), 0))
         self._progress.start(0, len(layout.specs), layout.num_parts)
+
+    def _complete(self, version):
+        layout, folder = self._layout, Path(self.job.folder)
+        files = (*map(shard_name, range(len(layout.specs))), *([WORKERS_FILE] if layout.is_local else []))
+        complete(folder, SavedState(version, state_folder(folder, version), layout.fingerprint, layout.num_parts, files), {})
+        self.kept_from = version
+
+    def refresh(self):
+        pass
+
+    def start_kept(self, first, last):
+        return [(shard, first, last) for shard in self._shards]
+
+    def finish_kept(self, calls):
+        found = [shard.kept(first, last) for shard, first, last in calls]
+        return [{slot: value for one in own for slot, value in one.items()} for own in zip(*found, strict=True)]
+
+    def saved(self, generation, version, file):
+        for number, shard in enumerate(self._shards):
+            values = {path: shard.saved()[slot] for slot, path in shard.spec.held.items()}
+            save_shard(Path(self.job.folder), version, number, values)
+            shard.forget(version)
+        self._complete(version)
+        self._progress.saved_by_worker()
+
+    def report(self, step, results):
+        self._progress.reported(step, results)
 
     def start_pull(self, go, version, slots):
         return [(shard, version, own) for shard, own in zip(self._shards, slots, strict=True) if own]
@@ -67,10 +106,13 @@ class LocalClient:
         for part, values in parts.items():
             full = [shard.add(step, part, own) for shard, own in zip(self._shards, values, strict=True)]
         self._progress.pushed(go.generation, step, list(parts))
-        assert all(full)
+        if not all(full):
+            return
         self._renew()
         for number, shard in enumerate(self._shards):
             self._progress.applied(number, go.generation, shard.version, shard.results)
+        if self._layout.is_local and self._progress.version % self.job.save_every == 0:
+            self._progress.save()
 
     def assign(self, go, values):
         for shard, own in zip(self._shards, values, strict=True):
@@ -101,5 +143,7 @@ class LocalClient:
         for thread in threads:
             thread.join(60)
 
-    def latest(self, version, slot, home):
-        return self._shards[home(len(self._shards))].pull([slot])[1][0]
+    def latest(self, least, slots):
+        wanted = slots(len(self._shards))
+        values = [shard.pull(own)[1] if own else [] for shard, own in zip(self._shards, wanted, strict=True)]
+        return self._progress.version, values

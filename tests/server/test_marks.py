@@ -54,8 +54,22 @@ def test_patterns_of_all_parameters_leave_no_note():
     assert current_context().servers.marked == ()
 
 
-def test_some_marked_and_others_not_are_refused_by_name():
+def stays_of(step, *args):
+    """The arrays that stay with workers, by the plan."""
+    return step.plan(*args).local.arrays
+
+
+def test_what_has_no_mark_stays_with_workers_unless_nothing_has_one():
     spmdctx.set_ps_context(enable_ps=True)
+    assert stays_of(pytree_step, PARAMS, jnp.arange(4)) == ()
+    spmdctx.set_param_ps("table")
+    assert stays_of(pytree_step, PARAMS, jnp.arange(4)) == ("params/dense/kernel",)
+    note = "1 array without a mark of set_param_ps, or of the optimizer for such, stay with workers: params/dense/kernel."
+    assert notes_of(pytree_step, PARAMS, jnp.arange(4)) == [note]
+
+
+def test_some_marked_and_others_not_are_refused_by_name_in_async():
+    spmdctx.set_ps_context(enable_ps=True, update_mode="async")
     spmdctx.set_param_ps("table")
     with pytest.raises(UnsupportedError, match="1 without a mark: params/dense/kernel"):
         pytree_step.plan(PARAMS, jnp.arange(4))
@@ -85,8 +99,7 @@ def test_a_linen_module_is_marked_by_its_name(module, patterns):
     if patterns == ("*",):
         assert notes_of(step, variables, jnp.arange(4)) == []
     else:
-        with pytest.raises(UnsupportedError, match="2 without a mark: variables/params/dense/bias, variables/params/dense/kernel"):
-            step.plan(variables, jnp.arange(4))
+        assert stays_of(step, variables, jnp.arange(4)) == ("variables/params/dense/bias", "variables/params/dense/kernel")
 
 
 class Network(nnx.Module):
@@ -111,18 +124,7 @@ def test_nnx_modules_and_variables_carry_their_marks():
     assert notes_of(nnx_step, model, optimizer, jnp.arange(4)) == [NO_MARK]
     spmdctx.set_param_ps(model.table)
     spmdctx.set_param_ps(model.dense.bias)
-    with pytest.raises(UnsupportedError, match="1 without a mark: model/dense/kernel"):
-        nnx_step.plan(model, optimizer, jnp.arange(4))
+    own = ("model/dense/kernel", "optimizer/opt_state/0/mu/dense/kernel", "optimizer/opt_state/0/nu/dense/kernel")
+    assert stays_of(nnx_step, model, optimizer, jnp.arange(4)) == own
     spmdctx.set_param_ps(model)
     assert notes_of(nnx_step, model, optimizer, jnp.arange(4)) == []
-
-
-def test_a_process_started_for_one_role_is_refused_with_the_command_for_all(monkeypatch):
-    spmdctx.set_ps_context(enable_ps=True)
-    for name, value in {"MS_ROLE": "MS_PSERVER", "MS_SERVER_NUM": "2", "MS_WORKER_NUM": "4", "MS_SCHED_PORT": "8118"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UnsupportedError, match="MS_ROLE=MS_PSERVER, MS_SERVER_NUM=2") as error:
-        spmdctx.parallel(lambda own: own + 1, parallel_mode="stand_alone")(jnp.ones(2))
-    assert "spmdctx launch --servers 2 --workers 4 SCRIPT" in str(error.value)
-    spmdctx.reset_ps_context()
-    assert spmdctx.parallel(lambda own: own + 1, parallel_mode="stand_alone")(1.0) == 2.0

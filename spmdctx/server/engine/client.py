@@ -7,18 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from spmdctx.errors import CommunicationError, UnsupportedError
-from spmdctx.server.engine.rays import SCHEDULER, connect, ray
-from spmdctx.server.engine.scheduler import Answer, Job, Layout, start_scheduler
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.fleet import Job, Layout
+from spmdctx.server.engine.messages import WORKERS, Answer, Word
+from spmdctx.server.engine.own import start_own
+from spmdctx.server.engine.rays import answer, found_scheduler, ray
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
-from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Setup
+from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Save, Setup
 
 WORKER = "SPMDCTX_PS_WORKER"
 """The number of this worker, in its environment; without it this process is the only one."""
 
 NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
-"""The number of workers with which the job has begun."""
+"""The number of workers of the job when this one was started."""
+
+NUM_PARTS = "SPMDCTX_PS_NUM_PARTS"
+"""The parts of a step that says nothing of them: the number of workers with which the job has first begun."""
 
 JOB = "SPMDCTX_PS_JOB"
 """What `launch` was told of the job: the options of the parameter server by name, as JSON."""
@@ -39,24 +44,23 @@ class Client:
         own = ray()
         self._ray, self.worker = own, int(os.environ.get(WORKER, "0"))
         if WORKER in os.environ:
-            self._scheduler = own.get_actor(SCHEDULER)
+            self._scheduler = found_scheduler()
         else:
-            connect()
-            self._scheduler = _new_scheduler(job)
+            self._scheduler = start_own(job, self)
         self._is_launched = WORKER in os.environ
         self.traffic: Counter[str] = Counter()
         self._life: str = own.get_runtime_context().get_worker_id() if self._is_launched else ""
         self._servers: list[Any] = []
-        self._generation = -1
+        self.generation = self._edition = -1
         self.kept_from = 0
         self._num_bytes = 0
         self.job: Job = self._get(self._scheduler.job.remote())
 
-    def hello(self, fingerprint: str, num_parts: int) -> None:
-        """Tells of the step that this worker does."""
-        self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts))
+    def hello(self, fingerprint: str, num_parts: int) -> bool:
+        """Tells of the step that this worker does; returns whether others are doing it already."""
+        return bool(self._get(self._scheduler.hello.remote(self.worker, fingerprint, num_parts)))
 
-    def ask(self, step: int) -> Setup | Go | Done | Replay:
+    def ask(self, step: int) -> Setup | Go | Save | Done | Replay:
         """Returns what this worker does in a step, once there is something.
 
         Raises:
@@ -64,20 +68,24 @@ class Client:
             SystemExit: this worker leaves the job; or the job has failed, and whoever has launched it says why.
         """
         while True:
-            answer: Answer = self._get(self._scheduler.ask.remote(self.worker, step, self._life))
-            self.kept_from, reply = answer.kept_from, answer.reply
+            said: Answer = self._get(self._scheduler.ask.remote(self.worker, step, self._life))
+            self.kept_from, reply = said.kept_from, said.reply
             if isinstance(reply, Failed) and self._is_launched:
                 raise SystemExit(1)
             if isinstance(reply, Failed):
                 raise CommunicationError("The job of the parameter server cannot go on.", got=reply.text)
             if isinstance(reply, Leave):
                 raise SystemExit(0)
-            if isinstance(reply, Go) and reply.generation != self._generation:
-                self._generation, self._servers = self._get(self._scheduler.servers.remote())
-                if reply.generation != self._generation:
+            if isinstance(reply, Go | Save) and (reply.generation, said.edition) != (self.generation, self._edition):
+                self.refresh()
+                if (reply.generation, said.edition) != (self.generation, self._edition):
                     continue
             if reply is not None:
                 return reply
+
+    def refresh(self) -> None:
+        """Learns of the servers of the present layout."""
+        self.generation, self._edition, self._servers = self._get(self._scheduler.servers.remote())
 
     @property
     def num_servers(self) -> int:
@@ -99,10 +107,36 @@ class Client:
             Lost: a server was lost.
         """
         found = self._from_servers(pulls)
-        if any(one is None for one in found):
-            raise Lost
         self._count("pulled", num_bytes([one.values for one in found]))
         return found
+
+    def start_kept(self, first: int, last: int) -> list[Any]:
+        """Asks each server for what workers take of the steps from one up to another; `finish_kept` waits for it."""
+        return [server.kept.remote(self.generation, first, last) for server in self._servers]
+
+    def finish_kept(self, calls: Sequence[Any]) -> list[dict[str, Any]]:
+        """Returns what all servers keep, by step and slot.
+
+        Raises:
+            Lost: a server was lost, or it keeps these steps no more.
+        """
+        found = self._from_servers(calls)
+        if not found:
+            raise Lost
+        self._count("pulled", num_bytes(found))
+        return [{slot: value for one in own for slot, value in one.items()} for own in zip(*found, strict=True)]
+
+    def saved(self, generation: int, version: int, file: str) -> None:
+        """Tells that what stays with workers is saved."""
+        self._get(self._scheduler.saved.remote(WORKERS, generation, version, file))
+
+    def report(self, step: int, results: Mapping[int, Any]) -> None:
+        """Tells of results of a step that no server makes."""
+        self._get(self._scheduler.reported.remote(step, results))
+
+    def fail(self, text: str) -> None:
+        """Ends the job with an error."""
+        self._get(self._scheduler.fail.remote(text))
 
     def pull_rows(self, go: Go, places: Sequence[Mapping[int, Any]]) -> list[Mapping[int, Any]]:
         """Returns rows of tables in the version of a part, of each server those that are asked for, by the table's number.
@@ -112,8 +146,6 @@ class Client:
         """
         pulls = [server.pull_rows.remote(go.generation, go.version, own) for server, own in zip(self._servers, places, strict=True)]
         found = self._from_servers(pulls)
-        if any(one is None for one in found):
-            raise Lost
         self._count("rows pulled", num_bytes(places) + num_bytes(found))
         return found
 
@@ -128,17 +160,15 @@ class Client:
             for part, values in parts.items()
             for server, own, version in zip(self._servers, values, versions, strict=True)
         ]
-        found: list[Pushed | None] = self._from_servers(pushes)
-        whole = [one for one in found if one is not None]
-        if len(whole) < len(found):
-            raise Lost
-        results = {number: value for one in whole for number, value in one.results.items()}
+        found: list[Pushed] = self._from_servers(pushes)
+        results = {number: value for one in found for number, value in one.results.items()}
         for own in (own for values in parts.values() for own in values):
             rows = num_bytes({slot: value for slot, value in own.items() if isinstance(value, Rows)})
             self._count("rows pushed", rows)
             self._count("pushed", num_bytes(own) - rows)
         exchanged, self._num_bytes = self._num_bytes, 0
-        self._scheduler.pushed.remote(go.generation, step, list(parts), results, max(one.late for one in whole), exchanged)
+        late = max(one.late for one in found)
+        self._scheduler.pushed.remote(Word(go.generation, self._edition, step, list(parts), results, late, exchanged))
 
     def _count(self, what: str, count: int) -> None:
         self.traffic[what] += count
@@ -151,52 +181,53 @@ class Client:
             Lost: a server was lost.
         """
         calls = [server.assign.remote(go.generation, go.version, own) for server, own in zip(self._servers, values, strict=True) if own]
-        if not all(self._from_servers(calls)):
-            raise Lost
+        self._from_servers(calls)
 
-    def latest(self, version: int, slot: str, home: Callable[[int], int]) -> Any:
-        """Returns an array as its server has it now, of a version or a later one.
+    def latest(self, least: int, slots: Callable[[int], Sequence[Sequence[str]]]) -> tuple[int, list[list[Any]]]:
+        """Returns arrays of each server as they are now, and their version; in "sync" all are of one.
 
         Args:
-            version: the least one.
-            slot: of the array.
-            home: returns its server among so many.
+            least: the first version that will do.
+            slots: returns those of each server, of so many.
 
         Raises:
-            Lost: a server was lost.
+            Lost: a server was lost, or has gone on meanwhile: it is to be asked again.
         """
-        self._generation, self._servers = self._get(self._scheduler.servers.remote())
+        self.refresh()
         if not self._servers:
             raise Lost
-        server = self._servers[home(len(self._servers))]
-        return self.finish_pull([server.pull.remote(self._generation, version, [slot], is_exact=False)])[0].values[0]
+        wanted = list(zip(self._servers, slots(len(self._servers)), strict=True))
+        found = self._pulled(wanted, least, is_exact=False)
+        versions = {one.version for one in found}
+        if len(versions) > 1 and self.job.mode == "sync":
+            found = self._pulled(wanted, max(versions), is_exact=True)
+        given = iter(found)
+        return max((one.version for one in found), default=least), [next(given).values if own else [] for _, own in wanted]
+
+    def _pulled(self, wanted: Sequence[tuple[Any, Sequence[str]]], version: int, *, is_exact: bool) -> list[Pulled]:
+        return self.finish_pull([server.pull.remote(self.generation, version, own, is_exact=is_exact) for server, own in wanted if own])
 
     def _from_servers(self, calls: Sequence[Any]) -> list[Any]:
+        """Returns what servers answer.
+
+        Raises:
+            CommunicationError: one has failed.
+            Lost: a server was lost, or what it was asked for is void.
+        """
         try:
-            return list(self._ray.get(list(calls)))
-        except self._ray.exceptions.RayTaskError:
-            raise
-        except self._ray.exceptions.RayError as error:
+            found = answer(list(calls), "A server")
+        except CommunicationError as error:
+            if isinstance(error.__cause__, self._ray.exceptions.RayTaskError):
+                raise
+            self._edition = -1
             raise Lost from error
+        if any(one is None or one is False for one in found):
+            self._edition = -1
+            raise Lost
+        return list(found)
 
     def _get(self, call: Any) -> Any:
-        try:
-            return self._ray.get(call)
-        except self._ray.exceptions.ActorDiedError as error:
-            raise CommunicationError(
-                "The scheduler of the parameter server is gone.", fix="submit the job again: it goes on from its folder"
-            ) from error
-
-
-def _new_scheduler(job: Job) -> Any:
-    try:
-        return start_scheduler(job)
-    except ValueError as error:  # Ray's, of a name that is taken
-        raise UnsupportedError(
-            "This process has servers already: they hold the state of one step, with one set of shapes.",
-            got=str(error),
-            fix="give all batches one shape; train another step in another process",
-        ) from error
+        return answer(call, "The scheduler")
 
 
 def num_bytes(values: Any) -> int:

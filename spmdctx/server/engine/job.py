@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from spmdctx.errors import CommunicationError
+from spmdctx.errors import CommunicationError, message
 from spmdctx.server import scale
-from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.engine.display import Display
-from spmdctx.server.engine.rays import NAMESPACE, connect, ray
-from spmdctx.server.engine.scheduler import Job, start_scheduler
+from spmdctx.server.engine.fleet import Job
+from spmdctx.server.engine.own import start_scheduler
+from spmdctx.server.engine.rays import NAMESPACE, answer, connect, first_line, ray
 from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
 from spmdctx.server.state.progress import Summary
@@ -72,15 +73,13 @@ class _Running:
         found = newest_state(Path(launch.job.folder))
         # Parts of steps stay as the job has begun: so do the bits of its sums.
         self._num_parts = launch.num_workers if found is None else found.num_parts
-        try:
-            connect(launch.address, f"{NAMESPACE}-{secrets.token_hex(4)}")
-        except (ConnectionError, ValueError) as error:
-            raise CommunicationError("There is no cluster of Ray.", got=f"{launch.address}: {error}", fix="ray start --head") from error
+        connect(launch.address, f"{NAMESPACE}-{secrets.token_hex(4)}")
         self._ray = ray()
         self._num_gpus = gpus_of_worker(os.environ, int(self._ray.cluster_resources().get("GPU", 0)), launch.num_workers, launch.devices)
         self._scheduler = start_scheduler(launch.job)
         self._runs: dict[Any, int] = {}
         self._said = self._added = 0
+        self._num_workers = launch.num_workers
         self._display = Display(err)
         self._leaving: set[int] = set()
         self._has_ended = False
@@ -89,7 +88,8 @@ class _Running:
 
     def _add(self) -> None:
         number, self._added = self._added, self._added + 1
-        environment = worker_environment(os.environ, number, self._num_parts, self._launch.devices)
+        environment = worker_environment(os.environ, number, self._num_workers, self._launch.devices)
+        environment[NUM_PARTS] = str(self._num_parts)
         environment[JOB] = told(self._launch.job)
         resources = {"worker": 0.001} if self._ray.cluster_resources().get("worker") else {}
         actor = self._ray.remote(Worker).options(
@@ -122,10 +122,13 @@ class _Running:
         self._write(0)
         return failed._replace(summary=self._summary())
 
+    def _ask(self, call: Any) -> Any:
+        return answer(call, "The scheduler")
+
     def _summary(self) -> Summary | None:
         try:
-            found: Summary = self._ray.get(self._scheduler.summary.remote())
-        except self._ray.exceptions.RayError:
+            found: Summary = self._ask(self._scheduler.summary.remote())
+        except CommunicationError:
             return None
         return found
 
@@ -133,14 +136,15 @@ class _Running:
         try:
             ended: Ended = self._ray.get(run)
         except self._ray.exceptions.RayError as error:
-            self._ray.get(self._scheduler.lost.remote(number))
+            self._ask(self._scheduler.lost.remote(number))
             if self._runs or self._has_ended:
                 return Outcome(0)
-            return Outcome(1, f"Worker {number} was lost, and cannot be started again: {type(error).__name__}.")
+            fix = "look at `ray status`, and at Ray's logs (session_latest/logs)"
+            return Outcome(1, message(f"Worker {number} was lost, and cannot be started again.", got=first_line(error), fix=fix))
         self._has_ended |= number not in self._leaving
         if not ended.code:
             return Outcome(0)
-        failure = self._ray.get(self._scheduler.failure.remote())
+        failure = self._ask(self._scheduler.failure.remote())
         return Outcome(ended.code, failure or f"Worker {number} ended with exit code {ended.code}.")
 
     def _fit(self) -> None:
@@ -149,11 +153,12 @@ class _Running:
         if wanted is None:
             return
         if wanted.servers is not None:
-            self._ray.get(self._scheduler.scale.remote(wanted.servers))
+            self._ask(self._scheduler.scale.remote(wanted.servers))
         if wanted.workers is not None:
             self._fit_workers(wanted.workers)
 
     def _fit_workers(self, wanted: int) -> None:
+        self._num_workers = wanted
         staying = sorted(set(self._runs.values()) - self._leaving)
         for _ in range(wanted - len(staying)):
             self._add()
@@ -163,14 +168,11 @@ class _Running:
 
     def _is_waiting_for_lost(self) -> bool:
         """Returns whether all workers that have not ended are lost, and Ray does not start them again."""
-        silence = self._ray.get(self._scheduler.silence.remote())
+        silence = self._ask(self._scheduler.silence.remote())
         return all(silence.get(number, 0) > _LOST_S for number in self._runs.values())
 
     def _write(self, seconds: float) -> None:
-        try:
-            rows = self._ray.get(self._scheduler.said.remote(self._said, seconds))
-        except self._ray.exceptions.RayError as error:
-            raise CommunicationError("The scheduler of the parameter server is gone.", got=type(error).__name__) from error
+        rows = self._ask(self._scheduler.said.remote(self._said, seconds))
         self._said += len(rows)
         if rows:
             self._display.hide()

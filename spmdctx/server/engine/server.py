@@ -12,7 +12,7 @@ import jax
 
 from spmdctx.server.engine.rays import join_job, ray
 from spmdctx.server.program.spec import ServerSpec
-from spmdctx.server.state.folder import load_held, row_pieces, save_shard
+from spmdctx.server.state.folder import Updates, load_held, row_pieces, save_shard
 from spmdctx.server.state.shard import Shard
 
 _LOAD_S = 5.0
@@ -28,6 +28,8 @@ class Order(NamedTuple):
     save_every: int
     mode: str
     max_staleness: int = 0
+    updates: Updates = Updates(0, ())
+    """In "async", what the arrays have had."""
 
 
 class Pulled(NamedTuple):
@@ -56,22 +58,25 @@ class _Void(Exception):
 
 
 class Server:
-    """One server; all methods are called by way of Ray.
+    """One server, or a spare one; all methods are called by way of Ray.
 
     Args:
-        number: of the server.
+        scheduler: the name of the job's.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._scheduler, self._life = join_job()
+    def __init__(self, scheduler: str) -> None:
+        self._scheduler, self._life = join_job(scheduler)
         self._changed = asyncio.Condition()
         self._renewing = asyncio.Lock()
         self._saving = asyncio.Lock()
         self._order: Order | None = None
         self._shard: Shard | None = None
-        self._applied: set[tuple[int, int]] = set()
+        self._floor, self._applied = 0, set[tuple[int, int]]()
         self._tasks: set[asyncio.Task[None]] = set()
+
+    async def life(self) -> str:
+        """Returns what tells this process from the next one."""
+        return self._life
 
     async def watch(self, life: str) -> None:
         """Never returns while this process is the one that was meant: whoever waits for it learns of the server's end."""
@@ -86,7 +91,7 @@ class Server:
         async with self._renewing, self._saving:
             self._shard = await asyncio.to_thread(_loaded, order, self._shard)
             self._order = order
-            self._applied = set()
+            self._floor, self._applied = order.updates.floor, set(order.updates.done)
         async with self._changed:
             self._changed.notify_all()
         return self._life
@@ -141,6 +146,18 @@ class Server:
             return None
         return await asyncio.to_thread(shard.pull_rows, places, version if order.mode == "sync" else None)
 
+    async def kept(self, generation: int, first: int, last: int) -> list[dict[str, Any]] | None:
+        """Returns what workers take of the steps from one up to another, once these are done; None if it is there no more."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._is(generation) or self._version >= last)
+        shard = self._shard
+        return None if shard is None or not self._is(generation) else await asyncio.to_thread(shard.kept, first, last)
+
+    async def forget(self, version: int) -> None:
+        """Drops what is kept for workers of the steps before a version."""
+        if self._shard is not None:
+            self._shard.forget(version)
+
     async def save(self, generation: int, version: int) -> str | None:
         """Saves the arrays of a version, and returns the name of the file; None if they are those of another."""
         order, shard = self._order, self._shard
@@ -148,7 +165,7 @@ class Server:
             return None
         async with self._saving:
             values = await asyncio.to_thread(shard.saved)
-            return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
+            return await asyncio.to_thread(_saved, order, shard, version, values)
 
     async def snapshot(self, generation: int, version: int, floor: int) -> Snapshot | None:
         """Saves the arrays as they are under the name of a version, with the parts of steps from `floor` on that they have had.
@@ -164,6 +181,7 @@ class Server:
             if order is None or shard is None or order.generation != generation:
                 return None
             values = await asyncio.to_thread(shard.saved)
+            self._floor = max(self._floor, floor)
             self._applied = {task for task in self._applied if task[0] >= floor}
             applied = tuple(sorted(self._applied))
             if shard.tables:  # rows change in place: they are written before the next update
@@ -172,7 +190,7 @@ class Server:
 
     async def _written(self, order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> str:
         async with self._saving:
-            return await asyncio.to_thread(_saved, order, shard, version, self._number, values)
+            return await asyncio.to_thread(_saved, order, shard, version, values)
 
     def _is(self, generation: int) -> bool:
         return self._order is not None and self._order.generation == generation
@@ -195,12 +213,12 @@ class Server:
             except _Void:
                 return
             except Exception as error:
-                self._scheduler.fail.remote(f"Server {self._number} cannot renew its arrays: {error}")
+                self._scheduler.fail.remote(f"Server {order.spec.server} cannot renew its arrays: {error}")
                 return
             version, values, results = shard.version, shard.values, shard.results
             async with self._changed:
                 self._changed.notify_all()
-            self._scheduler.applied.remote(self._number, order.generation, version, results)
+            self._scheduler.applied.remote(order.spec.server, order.generation, version, results)
             # Rows change in place: they are saved before the next update, and when no worker needs those of the version before.
             if version % order.save_every == 0 and shard.tables and await self._scheduler.reached.remote(order.generation, version):
                 await self._save(order, shard, version, await asyncio.to_thread(shard.saved))
@@ -212,7 +230,7 @@ class Server:
             late = max(0, shard.version - pulled)
             if not self._is(order.generation) or self._shard is not shard:
                 return None
-            if task in self._applied:
+            if task[0] < self._floor or task in self._applied:
                 return Pushed(dict(shard.results))
             if late > order.max_staleness:
                 return None
@@ -223,11 +241,11 @@ class Server:
     async def _save(self, order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> None:
         async with self._saving:
             try:
-                file = await asyncio.to_thread(_saved, order, shard, version, self._number, values)
+                file = await asyncio.to_thread(_saved, order, shard, version, values)
             except Exception as error:
-                self._scheduler.fail.remote(f"Server {self._number} cannot save its arrays: {error}")
+                self._scheduler.fail.remote(f"Server {order.spec.server} cannot save its arrays: {error}")
                 return
-        self._scheduler.saved.remote(self._number, order.generation, version, file)
+        self._scheduler.saved.remote(order.spec.server, order.generation, version, file)
 
     def _exchange(self, order: Order, step: int) -> Any:
         def exchange(number: int, values: dict[str, Any], awaited: tuple[str, ...]) -> Mapping[str, Any]:
@@ -245,6 +263,6 @@ def _loaded(order: Order, former: Shard | None) -> Shard:
     return Shard(spec, load_held(Path(order.folder), order.version, spec), order.version, former)
 
 
-def _saved(order: Order, shard: Shard, version: int, number: int, values: Mapping[str, Any]) -> str:
+def _saved(order: Order, shard: Shard, version: int, values: Mapping[str, Any]) -> str:
     named = {slot: piece.name for slot, piece in row_pieces(shard.spec).items()} | dict(shard.spec.held)
-    return save_shard(Path(order.folder), version, number, {path: values[slot] for slot, path in named.items()})
+    return save_shard(Path(order.folder), version, order.spec.server, {path: values[slot] for slot, path in named.items()})

@@ -8,9 +8,11 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from spmdctx.server.engine.rays import join_job, ray
+from spmdctx.errors import CommunicationError
+from spmdctx.server.engine.rays import answer, join_job
 from spmdctx.server.state.presence import BEAT_S
 
 _MOST_LINES = 200
@@ -43,7 +45,7 @@ class Worker:
         self._number = number
         self._scheduler, self._life = join_job()
         self._ended = threading.Event()
-        ray().get(self._scheduler.begin.remote(number, self._life))
+        answer(self._scheduler.begin.remote(number, self._life), "The scheduler")
         threading.Thread(target=self._beat, daemon=True).start()
 
     def run(self, script: Script) -> Ended:
@@ -69,7 +71,7 @@ class Worker:
             for stream in streams:
                 stream.close()
         self._ended.set()
-        ray().get(self._scheduler.lost.remote(self._number))
+        answer(self._scheduler.lost.remote(self._number), "The scheduler")
         return ended
 
     def _beat(self) -> None:
@@ -77,7 +79,8 @@ class Worker:
             self._scheduler.beat.remote(self._number, self._life)
 
     def _say(self, name: str, lines: Sequence[str]) -> None:
-        ray().get(self._scheduler.say.remote(self._number, name, list(lines)))
+        with suppress(CommunicationError):  # where the scheduler is gone, nobody reads them, and the script must not wait
+            answer(self._scheduler.say.remote(self._number, name, list(lines)), "The scheduler")
 
 
 class _Stream:

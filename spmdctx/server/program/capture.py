@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,8 +18,9 @@ from spmdctx.gradients.parts import pieces_of, traced_in_parts
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
 from spmdctx.ir.mesh import replicated
+from spmdctx.pipeline.capture.around import Around, around_of
 from spmdctx.pipeline.capture.marker import stand_in
-from spmdctx.pipeline.cut.line import variables
+from spmdctx.pipeline.cut.line import is_array, needed, num_bytes, variables
 from spmdctx.server.program.rows import Tables
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
@@ -68,12 +69,65 @@ class ServedLoss:
 
 
 @dataclass(frozen=True)
+class Local:
+    """State that stays with workers, and the program that renews it: each worker runs it on what servers have summed.
+
+    Attributes:
+        around: the step's program around its loss without this; after its results it gives what is taken.
+        held: the inputs of the step that stay with workers, by number; scalars do not.
+        given: the inputs of the step that the program reads and that are no state, by number.
+        taken: the variables of `around` that it reads: sums over the parts, and scalars.
+        jaxpr: the program; it takes what is held, given and taken, and gives the next values of what is held, and results.
+        results: the results of the step that it makes, by number.
+        like: for each of what is held or taken, by its place among the program's inputs, the parameter of its shape that it belongs to.
+    """
+
+    around: Around
+    held: tuple[int, ...]
+    given: tuple[int, ...]
+    taken: tuple[Any, ...]
+    jaxpr: jexc.ClosedJaxpr
+    results: tuple[int, ...]
+    like: Mapping[int, int]
+
+
+@dataclass(frozen=True)
 class ServedStep:
-    """A captured step, in whose program one equation stands for the loss and its gradients; `tables` cross by rows."""
+    """A captured step, in whose program one equation stands for the loss and its gradients.
+
+    `tables` cross by rows, and `local` stays with workers.
+    """
 
     captured: Captured
     loss: ServedLoss
     tables: Tables | None = None
+    local: Local | None = None
+
+    @property
+    def around(self) -> Around:
+        """The program around its loss, of what servers hold."""
+        if self.local is not None:
+            return self.local.around
+        return self.tables.around if self.tables is not None else around_of(self.captured.jaxpr)
+
+    @property
+    def held_elsewhere(self) -> frozenset[int]:
+        """The inputs that no server holds whole, by number: tables, which all hold by rows, and what stays with workers."""
+        by_rows = frozenset[int]() if self.tables is None else self.tables.held
+        return by_rows if self.local is None else by_rows.union(self.local.held)
+
+
+def parameter_of(step: ServedStep, around: Around) -> dict[int, Any]:
+    """Returns, for each result of the loss that is a gradient, the largest array among the inputs from which its leaf is made."""
+    inputs = set(around.jaxpr.jaxpr.invars)
+    found = {}
+    for result, leaf in step.loss.primal_of.items():
+        atom = around.loss.invars[leaf]
+        read = [atom] if atom in inputs else variables(one for eqn in needed(around.before, [atom]) for one in eqn.invars)
+        arrays = [var for var in read if is_array(var) and var in inputs]
+        if arrays and is_array(around.loss.outvars[result]):
+            found[result] = max(arrays, key=num_bytes)
+    return found
 
 
 def num_losses(target: Target, call: Call, static: Static, settings: Settings) -> int:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 
-from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, around_of, programs_of
+from spmdctx.pipeline.capture.around import EVERYWHERE, Around, Placement, Program, programs_of
 from spmdctx.pipeline.cut.line import is_array, needed, num_bytes, variables
 from spmdctx.server.program.balance import balanced
-from spmdctx.server.program.capture import ServedStep
+from spmdctx.server.program.capture import ServedStep, parameter_of
 from spmdctx.server.program.split_rows import SplitRows, TableCut, split_rows
 
 
@@ -38,6 +38,7 @@ class ServerPart(NamedTuple):
         posts: the slots that it sends to other servers before the first round, and after each.
         awaits: the slots that it gets from others before each round, and after the last.
         results: the results of the step that workers take from it, by number, with their slots.
+        kept: the slots that it keeps of each step, since workers renew by them what they hold.
     """
 
     held: tuple[int, ...]
@@ -47,6 +48,7 @@ class ServerPart(NamedTuple):
     posts: tuple[tuple[str, ...], ...]
     awaits: tuple[tuple[str, ...], ...]
     results: Mapping[int, str]
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Cut:
         constants: results of the step that do not depend on servers: literals, or inputs that it gives back and that are no state.
         rows: its tables, which all servers hold by rows.
         scalars: for each of them, the slots of the scalars that renew its rows.
+        taken: the slots of what workers take to renew what they hold.
     """
 
     around: Around
@@ -72,6 +75,7 @@ class Cut:
     constants: Mapping[int, Any]
     rows: SplitRows
     scalars: tuple[tuple[str, ...], ...] = ()
+    taken: tuple[str, ...] = ()
 
 
 def cut_step(step: ServedStep, num_servers: int) -> Cut:
@@ -91,8 +95,7 @@ def slots_of(around: Around, rows: Mapping[Any, str]) -> dict[Any, str]:
 class _Cutter:
     def __init__(self, step: ServedStep, num_servers: int) -> None:
         self._step, self._count = step, num_servers
-        self._rows = split_rows(step, around_of(step.captured.jaxpr) if step.tables is None else step.tables.around, num_servers)
-        self._held_by_rows = frozenset[int]() if step.tables is None else step.tables.held
+        self._rows = split_rows(step, step.around, num_servers)
         around = self._rows.around
         body = around.jaxpr.jaxpr
         wanted = [var for eqn in around.after for var in variables(eqn.invars)] + variables(body.outvars)
@@ -104,18 +107,24 @@ class _Cutter:
     def cut(self) -> Cut:
         """Returns the cut."""
         around, body = self._around, self._body
-        carried = {number: output for number, output in self._carried.items() if number not in self._held_by_rows}
+        carried = {number: output for number, output in self._carried.items() if number not in self._step.held_elsewhere}
         held = {number: self._slot(body.outvars[output]) for number, output in sorted(carried.items())}
+        taken = () if self._step.local is None else self._step.local.taken
         placement = self._placement()
         rounds = [self._of_servers(programs) for programs in programs_of(around, placement, self._count)]
         home = {number: placement.stage_of.get(body.invars[number], 0) for number in held if is_array(body.invars[number])}
         early = variables(around.loss.invars)
         read = set(early) | {var for eqn in needed(around.before, early) for var in variables(eqn.invars)}
         makers = {number: [number_of for number_of in held if home.get(number_of, number) == number] for number in range(self._count)}
-        results, constants = self._results(rounds, held, home)
+        made_on = _made_on(rounds, held, home)
+        results, constants = self._results(made_on)
+        kept: dict[int, list[str]] = {}
+        for var in taken:
+            slot = self._slot_of[var]
+            kept.setdefault(made_on.get(slot, placement.stage_of.get(var, 0)), []).append(slot)
         traffic = _Traffic(rounds, {number: {f"in/{one}" for one in own} for number, own in makers.items()})
         servers = tuple(
-            self._part(number, rounds, traffic, {one: held[one] for one in makers[number]}, results.get(number, {}))
+            self._part(number, rounds, traffic, {one: held[one] for one in makers[number]}, (results.get(number, {}), kept.get(number, [])))
             for number in range(self._count)
         )
         servers = tuple(own._replace(posts=traffic.posts(number)) for number, own in enumerate(servers))
@@ -128,6 +137,7 @@ class _Cutter:
             constants=constants,
             rows=self._rows,
             scalars=tuple(self._scalars(own) for own in self._rows.tables),
+            taken=tuple(self._slot_of[var] for var in taken),
         )
 
     def _scalars(self, own: TableCut) -> tuple[str, ...]:
@@ -141,18 +151,9 @@ class _Cutter:
         return found
 
     def _placement(self) -> Placement:
-        around, body, loss = self._around, self._body, self._step.loss
-        inputs = self._step.captured.inputs
-        source: dict[int, Any] = {}
+        around, body, inputs = self._around, self._body, self._step.captured.inputs
         by_rows = {own.table.result for own in self._rows.tables}
-        for result, leaf in loss.primal_of.items():
-            if result in by_rows:
-                continue
-            atom = around.loss.invars[leaf]
-            found = [atom] if atom in self._slot_of else variables(atom for eqn in needed(around.before, [atom]) for atom in eqn.invars)
-            arrays = [var for var in found if is_array(var) and self._slot_of.get(var, "").startswith("in/")]
-            if arrays and is_array(around.loss.outvars[result]):
-                source[result] = max(arrays, key=num_bytes)
+        source = {result: var for result, var in parameter_of(self._step, around).items() if result not in by_rows}
         number_of = {var: number for number, var in enumerate(body.invars)}
         path_of = {var: f"{number_of[var]:06d} {inputs[number_of[var]].path}" for var in source.values()}
         server_of = balanced({path_of[var]: num_bytes(var) for var in path_of}, self._count)
@@ -183,19 +184,14 @@ class _Cutter:
                 readers.setdefault(var, set()).add(found[place])
         return found
 
-    def _results(
-        self, rounds: Sequence[Sequence[ServerProgram | None]], held: Mapping[int, str], home: Mapping[int, int]
-    ) -> tuple[dict[int, dict[int, str]], dict[int, Any]]:
+    def _results(self, made_on: Mapping[str, int]) -> tuple[dict[int, dict[int, str]], dict[int, Any]]:
         """Returns, by server, the slots of the results that are no next value of state, and the results that need no server."""
-        made_on = {f"in/{number}": home.get(number, 0) for number in held}
-        for programs in rounds:
-            for server, program in enumerate(programs):
-                made_on |= dict.fromkeys((slot for slot in (program.outputs if program else ()) if slot not in made_on), server)
         results: dict[int, dict[int, str]] = {}
         constants = {}
+        elsewhere = () if self._step.local is None else self._step.local.results
         for number, leaf in enumerate(self._step.captured.outputs):
             atom = self._body.outvars[number]
-            if leaf.carried_from is not None:
+            if leaf.carried_from is not None or number in elsewhere:
                 continue
             slot = self._slot(atom)
             if not slot or (slot.startswith("in/") and slot not in made_on):
@@ -210,13 +206,14 @@ class _Cutter:
         rounds: Sequence[Sequence[ServerProgram | None]],
         traffic: _Traffic,
         held: Mapping[int, str],
-        results: Mapping[int, str],
+        sent: tuple[Mapping[int, str], Sequence[str]],
     ) -> ServerPart:
-        """Returns what a server does, and tells the others what they send it."""
+        """Returns what a server does, and tells the others what they send it; `sent` are the results and slots that workers take."""
+        results, kept = sent
         own = [programs[server] for programs in rounds]
         scalars = {slot for own in self._rows.tables for slot in self._scalars(own)}
         by_rows = set(self._rows.slot_of.values())
-        last = scalars.union(slot for slot in (*held.values(), *results.values()) if slot)
+        last = scalars.union(slot for slot in (*held.values(), *results.values(), *kept) if slot)
         read = last.union(*(program.inputs for program in own if program is not None))
         state = {f"in/{number}" for number in self._carried}
         given = {slot for slot in read if slot.startswith("in/") and slot not in state}
@@ -228,10 +225,19 @@ class _Cutter:
             awaits.append(tuple(sorted(wanted - have)))
             traffic.ask(awaits[-1])
             have |= wanted | (set(program.outputs) if program is not None else set())
-        return ServerPart(tuple(held), _numbers(joined), _numbers(given), tuple(own), (), tuple(awaits), results)
+        return ServerPart(tuple(held), _numbers(joined), _numbers(given), tuple(own), (), tuple(awaits), results, tuple(kept))
 
     def _slot(self, atom: Any) -> str:
         return "" if isinstance(atom, jexc.Literal) else self._slot_of[atom]
+
+
+def _made_on(rounds: Sequence[Sequence[ServerProgram | None]], held: Mapping[int, str], home: Mapping[int, int]) -> dict[str, int]:
+    """Returns the server of each slot that one holds or makes."""
+    made_on = {f"in/{number}": home.get(number, 0) for number in held}
+    for programs in rounds:
+        for server, program in enumerate(programs):
+            made_on |= dict.fromkeys((slot for slot in (program.outputs if program else ()) if slot not in made_on), server)
+    return made_on
 
 
 class _Traffic:

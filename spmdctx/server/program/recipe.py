@@ -42,7 +42,7 @@ def recipe_of(shape: tuple[int, ...], dtype: Any, init: Callable[..., Any], key:
 
     structs = jax.ShapeDtypeStruct(words.shape, words.dtype), jax.ShapeDtypeStruct((), np.uint32)
     blob = bytes(jax.export.export(jax.jit(block), platforms=["cpu", "cuda", "rocm", "tpu"])(*structs).serialize())
-    return Recipe(shape, str(jax.numpy.dtype(dtype)), blob, words)
+    return Recipe(shape, str(jax.dtypes.canonicalize_dtype(dtype)), blob, words)
 
 
 def made_rows(recipe: Recipe, server: int = 0, num_servers: int = 1) -> np.ndarray[Any, Any]:

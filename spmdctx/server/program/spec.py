@@ -86,6 +86,7 @@ class ServerSpec(NamedTuple):
         server: its number.
         num_servers: of all.
         tables: of which it holds rows.
+        kept: the slots that it keeps of each step for workers.
     """
 
     held: Mapping[str, str]
@@ -101,6 +102,7 @@ class ServerSpec(NamedTuple):
     server: int = 0
     num_servers: int = 1
     tables: tuple[TableSpec, ...] = ()
+    kept: tuple[str, ...] = ()
 
 
 def server_specs(step: ServedStep, cut: Cut, *, x64: bool) -> list[ServerSpec]:
@@ -113,7 +115,8 @@ def fingerprint(step: ServedStep) -> str:
     """Returns what is the same for all processes that run the same step."""
     leaves = [(leaf.path, leaf.shape, leaf.dtype) for leaf in step.captured.inputs]
     primitives = [eqn.primitive.name for eqn in step.captured.jaxpr.jaxpr.eqns] + [eqn.primitive.name for eqn in step.loss.part.jaxpr.eqns]
-    return hashlib.sha256(repr((leaves, primitives, step.loss.num_parts)).encode()).hexdigest()
+    own = () if step.local is None else (step.local.held,)
+    return hashlib.sha256(repr((leaves, primitives, step.loss.num_parts, *own)).encode()).hexdigest()
 
 
 def _table(step: ServedStep, cut: Cut, number: int) -> TableSpec:
@@ -161,6 +164,7 @@ def _spec(step: ServedStep, cut: Cut, server: int, *, x64: bool) -> ServerSpec:
         x64=x64,
         server=server,
         num_servers=len(cut.servers),
+        kept=part.kept,
     )
 
 

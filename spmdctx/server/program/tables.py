@@ -21,17 +21,18 @@ from spmdctx.trace.build.origins import source_line
 from spmdctx.wording import counted
 
 
-def with_tables(step: ServedStep, asked: Iterable[int] = ()) -> ServedStep:
+def with_tables(step: ServedStep, asked: Iterable[int] = (), barred: Iterable[int] = ()) -> ServedStep:
     """Returns a step with the tables that it has; notes say why other arrays that it reads by ids are none.
 
     Args:
         step: as it was captured.
         asked: inputs that are to be tables even if a step reads as many rows as they have.
+        barred: inputs that are to be none.
 
     Raises:
         UnsupportedError: one of these can be none.
     """
-    return replace(step, tables=_Finder(step, frozenset(asked)).tables())
+    return replace(step, tables=_Finder(step, frozenset(asked), frozenset(barred)).tables())
 
 
 LEAST_ROWS = 1024
@@ -58,8 +59,8 @@ class _Fault(Exception):
 
 
 class _Finder:
-    def __init__(self, step: ServedStep, asked: frozenset[int]) -> None:
-        self._step, self._asked = step, asked
+    def __init__(self, step: ServedStep, asked: frozenset[int], barred: frozenset[int]) -> None:
+        self._step, self._asked, self._barred = step, asked, barred
         around = around_of(step.captured.jaxpr)
         body = around.jaxpr.jaxpr
         after, outvars = unshared(around.after, body.outvars)
@@ -75,7 +76,9 @@ class _Finder:
         found: list[Table] = []
         notes: list[str] = []
         for result, leaf in sorted(self._step.loss.primal_of.items()):
-            if not _is_read_by_ids(self._part.jaxpr.eqns, self._part.jaxpr.invars[leaf]):
+            atom = self._around.loss.invars[leaf]
+            is_barred = not isinstance(atom, jexc.Literal) and self._inputs.get(atom) in self._barred
+            if is_barred or not _is_read_by_ids(self._part.jaxpr.eqns, self._part.jaxpr.invars[leaf]):
                 continue
             try:
                 found.append(self._table(result, leaf))

@@ -21,6 +21,8 @@ from spmdctx.wording.files import making_folder
 _KEPT = 2
 _LIST = "state.json"
 _RESULTS = f"results{SUFFIX}"
+WORKERS_FILE = f"workers{SUFFIX}"
+"""The name of the file of what stays with workers."""
 
 
 class Updates(NamedTuple):
@@ -71,10 +73,20 @@ def save_shard(folder: Path, version: int, server: int, values: Mapping[str, Any
         FileError: its folder cannot be made.
         CheckpointError: it cannot be written.
     """
+    return save_arrays(folder, version, shard_name(server), values)
+
+
+def save_arrays(folder: Path, version: int, name: str, values: Mapping[str, Any]) -> str:
+    """Writes a file of arrays, by the path of the input that each one is; returns the name of the file.
+
+    Raises:
+        FileError: its folder cannot be made.
+        CheckpointError: it cannot be written.
+    """
     place = state_folder(folder, version)
     with making_folder(place):
-        write_tensors(place / shard_name(server), [_tensor(path, np.asarray(value)) for path, value in values.items()])
-    return shard_name(server)
+        write_tensors(place / name, [_tensor(path, np.asarray(value)) for path, value in values.items()])
+    return name
 
 
 def complete(folder: Path, state: SavedState, results: Mapping[int, Mapping[int, Any]]) -> None:
@@ -109,6 +121,11 @@ def saved_states(folder: Path) -> list[SavedState]:
     """
     places = sorted(folder.glob("state-*")) if folder.is_dir() else []
     return [_listed(place) for place in places if (place / _LIST).is_file()]
+
+
+def has_progress(folder: Path) -> bool:
+    """Returns whether a job has saved more than its first state."""
+    return any(place.name != state_folder(folder, 0).name and (place / _LIST).is_file() for place in folder.glob("state-*"))
 
 
 def newest_state(folder: Path) -> SavedState | None:

@@ -31,6 +31,11 @@ class Presence:
         self.beat(worker, life)
         return is_new
 
+    @property
+    def num_begun(self) -> int:
+        """Workers that have ever begun."""
+        return len(self._lives)
+
     def end(self, worker: int) -> None:
         """A worker is gone, and does not come again."""
         self._heard.pop(worker, None)

@@ -24,6 +24,13 @@ class Go(NamedTuple):
     parts: tuple[int, ...]
 
 
+class Save(NamedTuple):
+    """The worker is to save what stays with workers, as it is in a version."""
+
+    generation: int
+    version: int
+
+
 class Done(NamedTuple):
     """The step is done; its results by number."""
 
@@ -47,7 +54,7 @@ class Failed(NamedTuple):
     text: str
 
 
-Reply = Setup | Go | Done | Replay | Leave | Failed
+Reply = Setup | Go | Save | Done | Replay | Leave | Failed
 
 
 class Summary(NamedTuple):
@@ -92,6 +99,7 @@ class Progress:
         floor: in "async", all parts of the steps before it are applied.
         steps: the step of each worker that has asked.
         num_bytes: that workers have pushed and pulled.
+        unsaved: the version in which a worker, `saver` once it has asked, is to save what stays with workers.
     """
 
     num_servers: int
@@ -109,6 +117,8 @@ class Progress:
     staleness: dict[int, int] = field(default_factory=dict)
     floor: int = 0
     num_bytes: int = 0
+    unsaved: int | None = None
+    saver: int | None = None
     steps: dict[int, int] = field(default_factory=dict)
     workers: set[int] = field(default_factory=set)
     leaving: set[int] = field(default_factory=set)
@@ -134,6 +144,8 @@ class Progress:
                 self._claims[task].worker = None
         if self.setter == worker:
             self.setter = None
+        if self.saver == worker:
+            self.saver = None
 
     def ask(self, worker: int, step: int) -> Reply | None:
         """Returns what a worker does in one of its steps, or None while it has to wait."""
@@ -143,6 +155,9 @@ class Progress:
             self.lost(worker)
             return Leave()
         self.workers.add(worker)
+        if self.unsaved == self.version and self.saver in (None, worker) and step in (self.version - 1, self.version):
+            self.saver = worker
+            return Save(self.generation, self.version)
         if self.busy:
             return None
         if not self.ready:
@@ -178,7 +193,7 @@ class Progress:
             return Replay(left)
         free = [] if step < self.floor else [part for part in range(self.num_parts) if self._is_free(step, part)]
         if not free:
-            return Done(self.version, self.results.get(step, self.results[max(self.results)])) if self.results else None
+            return Done(self.version, self.results.get(step, self._newest_results)) if self.results else None
         others = [claim for task, claim in self._claims.items() if task != (step, free[0])]
         # All others that are under way may be applied before this one, and this one before each of them.
         late = [0, *(self.version - claim.version for claim in others if claim.worker is not None)]
@@ -186,6 +201,10 @@ class Progress:
             return None
         self._claims[step, free[0]] = _Claim(worker, self.version)
         return Go(self.generation, self.version, (free[0],))
+
+    @property
+    def _newest_results(self) -> Mapping[int, Any]:
+        return self.results[max(self.results)] if self.results else {}
 
     def _is_free(self, step: int, part: int) -> bool:
         claim = self._claims.get((step, part))
@@ -204,7 +223,8 @@ class Progress:
             elif self.apply(step, part):
                 own = self.version - 1 - claim.version if claim is not None and late is None else late or 0
                 self.staleness[own] = self.staleness.get(own, 0) + 1
-                self.results[step] = results or {}
+                # A server that was lost has no results of what it had before: those of another update will do.
+                self.results[step] = {**self._newest_results, **(results or {})}
 
     def results_before(self, version: int) -> dict[int, Mapping[int, Any]]:
         """Returns the results of the steps before a version; the oldest are dropped where all take too much memory."""
@@ -278,9 +298,23 @@ class Progress:
         """All servers go on from this version."""
         self.generation += 1
         self.version = version
+        self.unsaved = self.saver = None
         self._claims, self._applied = {}, {}
         if self.mode == "sync":
             self._done = set()
+
+    def save(self) -> None:
+        """The next worker saves what stays with workers, as it is now."""
+        self.unsaved, self.saver = self.version, None
+
+    def saved_by_worker(self) -> None:
+        """What stays with workers is saved."""
+        self.unsaved = self.saver = None
+
+    def reported(self, step: int, results: Mapping[int, Any]) -> None:
+        """A worker has made results of a step that servers do not make."""
+        if step < self.version:
+            self.results[step] = {**self.results.get(step, {}), **results}
 
     def fail(self, text: str) -> None:
         """Ends the job with an error."""

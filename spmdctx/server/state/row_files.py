@@ -37,6 +37,12 @@ def piece_of(name: str) -> Piece:
     return Piece(name, 0, 1) if found is None else Piece(found[1], int(found[2]), int(found[3]))
 
 
+def rows_of(array: Any, aval: Any, piece: Piece) -> np.ndarray[Any, Any]:
+    """Returns the rows of a piece of an array, in the type that JAX gives it: NumPy's own may have more bits."""
+    rows: np.ndarray[Any, Any] = np.asarray(array)[piece.server :: piece.num_servers].astype(aval.dtype, copy=False)
+    return rows
+
+
 def read_rows(files: Iterable[Path], piece: Piece) -> np.ndarray[Any, Any] | None:
     """Returns the rows of a piece; None if the files have no array of its path, or not all of it.
 

@@ -46,6 +46,7 @@ class Shard:
         self._next = 0
         self._read: set[str] = set()
         self._before: Values = {}
+        self._kept: dict[int, Values] = {}
         self._lock = threading.Lock()
 
     def add(self, step: int, part: int, values: Mapping[str, Any]) -> bool:
@@ -110,6 +111,8 @@ class Shard:
             table.renew(own, held)
         with self._lock:
             self._before = {slot: self.values[slot] for slot in self._read}
+            if spec.kept:
+                self._kept[self.version] = {slot: held[slot] for slot in spec.kept}
             self.values = renewed
             self.results = {number: np.asarray(held[slot]) for number, slot in spec.results.items()}
             self._waiting, self._sums, self._given, self._rows, self._next = {}, {}, {}, {}, 0
@@ -162,6 +165,19 @@ class Shard:
                 return None
             found[number] = rows
         return found
+
+    def kept(self, first: int, last: int) -> list[dict[str, np.ndarray[Any, Any]]] | None:
+        """Returns what workers take of the steps from one up to another; None if one of these is there no more."""
+        with self._lock:
+            found = [self._kept.get(step) if self.spec.kept else {} for step in range(first, last)]
+        if any(own is None for own in found):
+            return None
+        return [{slot: np.asarray(value) for slot, value in own.items()} for own in found if own is not None]
+
+    def forget(self, version: int) -> None:
+        """Drops what is kept of the steps before a version, which is saved."""
+        with self._lock:
+            self._kept = {step: own for step, own in self._kept.items() if step >= version}
 
     def _of_tables(self, slot: str) -> np.ndarray[Any, Any]:
         return next(table.read(slot) for table in self.tables if slot in table.spec.held)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,14 +63,13 @@ class RowTable:
 
     def read(self, slot: str) -> Array:
         """Returns a copy of an array, all rows as they are after the last update; others may still read the version before."""
+        number = list(self.spec.held).index(slot)
         with self._lock:
-            if self._last is None:
-                return self._arrays[slot].copy()
-            own = copy.copy(self)
-            own._arrays = {name: rows.copy() for name, rows in self._arrays.items()}
-            own._last = self._last.copy()
-            own._catch_up(np.flatnonzero(own._last < own.version), own.version)
-            return own._arrays[slot]
+            found = self._arrays[slot].copy()
+            late = np.arange(0) if self._last is None else np.flatnonzero(self._last < self.version)
+            for places in self._alike(late, self.version):
+                found[places] = self._renewed(places, self.version)[number]
+            return found
 
     def assign(self, version: int, arrays: Mapping[str, Array]) -> None:
         """Takes over rows in place of all those of a version, by slot; what others have missed before is done first."""
@@ -137,18 +135,26 @@ class RowTable:
 
     def _catch_up(self, places: Array, version: int) -> None:
         """Does the updates before a version that some rows have missed."""
+        for own in self._alike(places, version):
+            for array, rows in zip(self._arrays.values(), self._renewed(own, version), strict=True):
+                array[own] = rows
+            if self._last is not None:
+                self._last[own] = version
+
+    def _alike(self, places: Array, version: int) -> Iterator[Array]:
+        """Gives the places that have missed updates, those together that have missed about as many."""
         if self._last is None or not len(places):
             return
         missed = version - self._last[places]
         places, missed = places[missed > 0], missed[missed > 0]
-        # Rows that have missed about as many updates are renewed together.
         classes = np.frexp(missed)[1]
         for one in np.unique(classes):
             own = np.unique(places[classes == one])
             for start in range(0, len(own), _BLOCK):
-                self._renew_late(own[start : start + _BLOCK], version)
+                yield own[start : start + _BLOCK]
 
-    def _renew_late(self, places: Array, version: int) -> None:
+    def _renewed(self, places: Array, version: int) -> list[Array]:
+        """Returns rows of all arrays after the updates before a version that they have missed."""
         assert self._last is not None, "a table whose rows are still has nothing to do late"
         size = bucket(len(places), 4)
         padded = np.concatenate([places, np.full(size - len(places), places[0])])
@@ -158,9 +164,7 @@ class RowTable:
             past = self._past[first - self._first : min(first + _STEPS, version) - self._first]
             scalars = [np.stack([*column, *[column[-1]] * (_STEPS - len(past))]) for column in zip(*past, strict=True)]
             held = self._skipped(held, (last - first).astype(np.int32), np.int32(len(past)), scalars)
-        for array, rows in zip(self._arrays.values(), held, strict=True):
-            array[places] = np.asarray(rows)[: len(places)]
-        self._last[places] = version
+        return [np.asarray(rows)[: len(places)] for rows in held]
 
 
 class _Skipped:

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+
+import jax.extend.core as jexc
+import numpy as np
 
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
-from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
-from spmdctx.server.program.capture import capture_served, num_losses
+from spmdctx.pipeline.cut.inline import inlined
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
+from spmdctx.server.engine.fleet import Job
+from spmdctx.server.local.split import local_notes, with_local
+from spmdctx.server.marks import marks_of
+from spmdctx.server.program.capture import ServedStep, capture_served, num_losses
 from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
+from spmdctx.server.roles import role_of, take_role
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
@@ -26,8 +34,6 @@ from spmdctx.trace.scope.environment import Environment
 _SERVED_MODES = ("stand_alone", "semi_auto_parallel", "auto_parallel")
 
 _FILES = ("strategy_ckpt_load_file", "strategy_ckpt_save_file")
-
-_VARIABLES = ("MS_ROLE", "MS_SERVER_NUM", "MS_WORKER_NUM", "MS_SCHED_HOST", "MS_SCHED_PORT")
 
 
 def entry_of(target: Target, call: Call, static: Static, around: Environment, notes: Sequence[str]) -> Entry:
@@ -44,7 +50,9 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     launched = WORKER in os.environ and "enable_ps" not in servers.explicit
     if not servers.enable_ps and not launched:
         return make.entry_of(target, call, static, around, notes)
-    _check_roles(os.environ)
+    if (role := role_of(os.environ)) is not None:
+        folder = os.path.abspath(servers.folder) if servers.folder else ""
+        take_role(role, Job(servers.num_servers, servers.update_mode, servers.max_staleness, servers.save_every, folder))
     if context.parallel_mode not in _SERVED_MODES or context.pipeline_stages > 1:
         got = f"parallel_mode={context.parallel_mode!r}, pipeline_stages={context.pipeline_stages}"
         raise UnsupportedError(
@@ -56,21 +64,58 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     if not num_losses(target, call, static, settings):
         captured = capture_step(target, call, static, settings)
         return FetchingEntry(replace(captured, warnings=(*captured.warnings, *_alone(captured))), around, notes)
-    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else int(os.environ.get(NUM_WORKERS, "1"))
+    parts = context.grad_accumulation_step if context.is_set("grad_accumulation_step") else _num_parts(os.environ)
     job = json.loads(os.environ.get(JOB, "{}"))
     own = replace(settings, context=context.with_checked({"grad_accumulation_step": 1}).with_servers(replace(servers, **job)))
-    step = with_tables(capture_served(target, call, static, own, parts))
+    step = capture_served(target, call, static, own, parts)
     check_results(step.captured)
+    marks = marks_of(step, servers.marked)
+    if marks.unmarked and own.context.servers.update_mode == "async":
+        _refuse_marks(step, marks.unmarked)
+    step = with_local(with_tables(step, barred=marks.unmarked), marks.unmarked)
     warnings = (*step.captured.warnings, *_unheeded(context, job))
+    notes = (*notes, *_narrowed(step.captured, call))
     step = replace(step, captured=replace(step.captured, warnings=warnings))
-    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step)))
+    return ServedEntry(step, replace(around, settings=own), (*notes, *table_notes(step), *local_notes(step, marks.unmarked), *marks.notes))
+
+
+def _refuse_marks(step: ServedStep, unmarked: Iterable[int]) -> None:
+    paths = [step.captured.inputs[number].path for number in sorted(unmarked)]
+    raise UnsupportedError(
+        "In async workers do not wait for each other, so parameters without a mark that stay with them would become different on each.",
+        where=step.loss.where,
+        got=f"{len(paths)} without a mark: {', '.join(paths[:3])}{', ...' if len(paths) > 3 else ''}",
+        fix='spmdctx.set_param_ps("*"), no mark at all, or update_mode="sync"',
+    )
+
+
+def _narrowed(captured: Captured, call: Call) -> list[str]:
+    """Returns what to say of state that NumPy has in a type that JAX is told not to use."""
+    read = captured.structure.read(call)
+    if read is None:
+        return []
+    found = []
+    carried = {leaf.carried_from for leaf in captured.outputs if leaf.carried_from is not None}
+    for index in sorted(carried):
+        given, aval = read.leaves[index], captured.in_avals[index]
+        if isinstance(given, np.ndarray) and given.dtype != aval.dtype:
+            path = captured.inputs[index].path
+            found.append(f"{path} is {given.dtype}, and servers hold it as {aval.dtype}: jax_enable_x64 is off.")
+    return found
+
+
+def _num_parts(environ: Mapping[str, str]) -> int:
+    """Returns how many parts a step has that says nothing of them."""
+    return int(environ.get(NUM_PARTS, environ.get(NUM_WORKERS, "1")))
 
 
 def _alone(captured: Captured) -> list[str]:
     """Returns what to say of a step that renews state and has nothing that servers could do."""
-    body = captured.jaxpr.jaxpr
+    body = inlined(captured.jaxpr).jaxpr
+    source = {eqn.outvars[0]: eqn.invars[0] for eqn in body.eqns if eqn.primitive.name == "copy"}
     for result, leaf in zip(body.outvars, captured.outputs, strict=True):
-        if leaf.carried_from is not None and result is not body.invars[leaf.carried_from]:
+        given = result if isinstance(result, jexc.Literal) else source.get(result, result)
+        if leaf.carried_from is not None and given is not body.invars[leaf.carried_from]:
             path = captured.inputs[leaf.carried_from].path
             return [f"{captured.name} has no loss of spmdctx.value_and_grad: each worker renews {path} by itself."]
     return []
@@ -85,15 +130,3 @@ def _unheeded(context: AutoParallelContext, job: Mapping[str, Any]) -> list[str]
         if own != job[name]:
             found.append(f"{name}={shown(own)} has no effect in this script: spmdctx launch has started the job with {shown(job[name])}.")
     return found
-
-
-def _check_roles(environ: Mapping[str, str]) -> None:
-    """Refuses a process that was started by hand for one role of MindSpore's."""
-    if "MS_ROLE" in environ and WORKER not in environ:
-        servers, workers = environ.get("MS_SERVER_NUM", "N"), environ.get("MS_WORKER_NUM", "N")
-        raise UnsupportedError(
-            "Processes of a parameter server are not started one by one with MS_ROLE and the variables that belong to it.",
-            got=", ".join(f"{name}={environ[name]}" for name in _VARIABLES if name in environ),
-            fix=f"start all at once, without them: spmdctx launch --servers {servers} --workers {workers} SCRIPT;"
-            " on several machines with --address HOST:PORT, which takes the place of MS_SCHED_HOST and MS_SCHED_PORT",
-        )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from spmdctx._compat import x64_is_on
 from spmdctx.errors import CommunicationError, UnsupportedError
 from spmdctx.server.alone import constant, part_results, pushed_to
 from spmdctx.server.engine.client import Client, Lost
-from spmdctx.server.engine.scheduler import Layout
+from spmdctx.server.engine.fleet import Layout
 from spmdctx.server.initial import with_recipes
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.crossing import Crossing, crossing_of
@@ -26,7 +25,9 @@ from spmdctx.server.program.spec import fingerprint, is_key, raw, server_specs, 
 from spmdctx.server.program.worker import WorkerProgram
 from spmdctx.server.remote import Origin, RemoteArray, fetched
 from spmdctx.server.state.folder import row_pieces, save_shard
-from spmdctx.server.state.progress import Done, Go, Replay, Setup
+from spmdctx.server.state.progress import Done, Go, Replay, Save, Setup
+from spmdctx.server.state.row_files import rows_of
+from spmdctx.step.served.local import LocalRun
 
 _LOST_S = 0.05
 """Seconds until the scheduler is asked again: it may not yet know that a server was lost."""
@@ -41,18 +42,28 @@ class Held(NamedTuple):
     versions: tuple[int, ...]
 
 
+class Part(NamedTuple):
+    """The program of one part of the batch, what runs it, and what compiles it."""
+
+    program: WorkerProgram
+    call: Callable[..., Sequence[Any]]
+    prepare: Callable[[], object]
+
+
 class ServedRun:
     """The steps of this worker.
 
     Args:
         step: as it was captured.
-        program: of one part.
-        call: runs that program.
         client: the connection to the servers.
+        part: runs the program of one part.
+        client: the connection to the servers.
+        cut: of the step, for any number of servers.
+        local: what stays with this worker; None for nothing.
     """
 
-    def __init__(self, step: ServedStep, program: WorkerProgram, call: Callable[..., Sequence[Any]], client: Client) -> None:
-        self._step, self._program, self._call, self._client = step, program, call, client
+    def __init__(self, step: ServedStep, part: Part, client: Client, cut: Cut, local: LocalRun | None = None) -> None:
+        self._step, self._part, self._client, self._local = step, part, client, local
         self._cut: Cut | None = None
         self._crossing: Crossing | None = None
         self._first: Sequence[Any] = ()
@@ -62,7 +73,10 @@ class ServedRun:
         self._assigned: dict[int, dict[int, Any]] = {}
         self._number = 0
         self._reader = RowReader(step)
-        client.hello(fingerprint(step), step.loss.num_parts)
+        self._take_cut(cut)
+        if client.hello(fingerprint(step), step.loss.num_parts):
+            # Others would wait for its first part.
+            part.prepare()
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Does the next step, and returns its flat results."""
@@ -126,7 +140,7 @@ class ServedRun:
         values = {number: np.asarray(raw(jnp.asarray(fetched(leaf)))) for number, leaf in self._assigned.get(step, {}).items()}
         if values:
             own = [{f"in/{one}": values[one] for one in server.held if one in values} for server in cut.servers]
-            by_rows = values.keys() & (frozenset[int]() if self._step.tables is None else self._step.tables.held)
+            by_rows = values.keys() & self._by_rows
             for server, given in enumerate(own):
                 given.update({f"in/{one}": values[one][server :: len(own)] for one in sorted(by_rows)})
             self._client.assign(go, own)
@@ -157,19 +171,37 @@ class ServedRun:
                 except Lost:
                     self._held = self._ahead = None
                     time.sleep(_LOST_S)
+            elif isinstance(reply, Save):
+                self._save(reply)
             elif at == step:
                 return reply
             else:
                 at += 1
 
+    def _save(self, reply: Save) -> None:
+        assert self._local is not None, "what stays with workers is saved by workers that have it"
+        try:
+            self._bring(self._local, reply.version)
+        except Lost:
+            time.sleep(_LOST_S)
+            return
+        self._local.save(reply.generation, reply.version)
+
+    def _bring(self, local: LocalRun, version: int) -> None:
+        local.bring(version, self._cut_for(self._client.num_servers).taken, self._kept, self._assigned)
+
     def _cut_for(self, num_servers: int) -> Cut:
         if self._cut is None or len(self._cut.servers) != num_servers:
-            self._cut = cut_step(self._step, num_servers)
-            self._crossing = crossing_of(self._step, self._cut) if self._client.job.mode == "async" else None
+            return self._take_cut(cut_step(self._step, num_servers))
         return self._cut
 
+    def _take_cut(self, cut: Cut) -> Cut:
+        self._cut = cut
+        self._crossing = crossing_of(self._step, cut) if self._client.job.mode == "async" else None
+        return cut
+
     def _set_up(self, reply: Setup) -> None:
-        cut = self._cut_for(reply.num_servers)
+        cut, avals = self._cut_for(reply.num_servers), self._step.captured.in_avals
         specs = with_recipes(server_specs(self._step, cut, x64=x64_is_on()), self._step, self._first)
         if reply.version is None:
             for number, server in enumerate(cut.servers):
@@ -178,9 +210,12 @@ class ServedRun:
                 for slot, piece in row_pieces(specs[number]).items():
                     if slot in recipes:
                         continue
-                    own[piece.name] = np.asarray(self._first[int(slot[3:])])[number :: piece.num_servers]
+                    own[piece.name] = rows_of(self._first[int(slot[3:])], avals[int(slot[3:])], piece)
                 save_shard(Path(self._client.job.folder), 0, number, own)
-        self._client.set_up(Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0))
+            if self._local is not None:
+                self._local.begin(self._first)
+        own_layout = Layout(specs, self._step.loss.num_parts, fingerprint(self._step), reply.version or 0, self._local is not None)
+        self._client.set_up(own_layout)
 
     def _compute(self, go: Go, step: int) -> None:
         """Computes parts of a step, pushes them, and pulls what the next step reads.
@@ -195,11 +230,16 @@ class ServedRun:
         self._assign(go, cut, step)
         self._held = held = self._arrays(go, slots)
         values = {**self._kept[step], **held.values}
+        if self._local is not None:
+            self._bring(self._local, go.version)
+            values |= self._local.values
         pushes = {part: self._pushed(cut, values, part, go) for part in go.parts}
         client.push(go, step, pushes, held.versions)
         if client.job.mode == "sync":
             # The next version comes while the scheduler is asked: this worker may get parts of one that was lost first.
             self._ahead = (go.generation, go.version + 1, client.start_pull(go, go.version + 1, slots))
+            if self._local is not None:
+                self._local.start(go.generation)
 
     def _arrays(self, go: Go, slots: Sequence[Sequence[str]]) -> Held:
         """Returns what servers hold in a version."""
@@ -229,7 +269,7 @@ class ServedRun:
         rows = reader.rows(values, part)
         if rows.ids:
             values = {**values, **reader.gathered(rows, self._client.pull_rows(go, [places_on(rows, one, count) for one in range(count)]))}
-        made = part_results(self._program, self._call, values, part, self._step.loss.num_parts, rows.places)
+        made = part_results(self._part.program, self._part.call, values, part, self._step.loss.num_parts, rows.places)
         crossing = {} if self._crossing is None else self._crossing.run(made, values)
         gives = part == 0 or self._crossing is not None
         own = [{**pushed_to(cut, one, made, values, gives=gives), **crossing} for one in range(count)]
@@ -238,45 +278,91 @@ class ServedRun:
     def _results(self, done: Done, leaves: Sequence[Any]) -> list[Any]:
         """Returns the results of a step: handles for its state, and what servers say of the rest."""
         captured, cut = self._step.captured, self._cut_for(self._client.num_servers)
+        results = {**done.results, **self._results_here(done)}
         found: list[Any] = []
         for number, (leaf, aval) in enumerate(zip(captured.outputs, captured.jaxpr.out_avals, strict=True)):
             if leaf.carried_from is not None:
                 found.append(self._handle(leaf.carried_from, captured.in_avals[leaf.carried_from]))
             elif number in cut.constants:
                 found.append(constant(cut, number, leaves))
-            elif number in done.results:
-                found.append(typed(jnp.asarray(done.results[number]), aval))
+            elif number in results:
+                found.append(typed(jnp.asarray(results[number]), aval))
             else:
                 raise CommunicationError("The results of a step that was done before are not kept.", got=f"result {leaf.path}")
         return found
 
+    def _results_here(self, done: Done) -> Mapping[int, Any]:
+        """Returns the results of the last step that workers make, if no worker has told of them yet."""
+        local, step = self._local, self._number - 1
+        if local is None or self._step.local is None or done.results.keys() >= set(self._step.local.results):
+            return {}
+        while not local.results(step) and step >= self._client.kept_from:
+            try:
+                self._client.refresh()
+                self._bring(local, step + 1)
+            except Lost:
+                time.sleep(_LOST_S)
+                self._until_done(step)
+        return local.results(step)
+
     def _handle(self, number: int, aval: Any) -> RemoteArray:
         path, origin = self._step.captured.inputs[number].path, Origin(self, number, self._number)
-        return RemoteArray(aval, path, origin, lambda: typed(jnp.asarray(self._read(number)), aval))
+        return RemoteArray(aval, path, origin, lambda: self.read([number])[number])
 
-    def _read(self, number: int) -> Any:
-        """Returns an array as its server has it now, after all steps that this worker has seen."""
+    def read(self, numbers: Sequence[int]) -> dict[int, Any]:
+        """Returns arrays as servers have them now, after all steps that this worker has seen; in "sync" all are of one version."""
         client, is_sync = self._client, self._client.job.mode == "sync"
         least, asks = self._number if is_sync else 0, is_sync
         while True:
             if asks:
                 self._until_done(self._number - 1)
             try:
-                if self._step.tables is None or number not in self._step.tables.held:
-                    return client.latest(least, f"in/{number}", lambda count: self._cut_for(count).home.get(number, 0))
-                count = client.num_servers
-                pieces = [client.latest(least, f"in/{number}", partial(_first, own)) for own in range(count)]
-                if client.num_servers == count:
-                    return interleaved(pieces)
+                version, pieces = client.latest(least, lambda count: self._slots(numbers, count))
+                return self._joined(numbers, pieces) | self._here(numbers, version)
             except Lost:
                 # Servers may be there only when this worker has divided the step for them.
                 asks = True
                 time.sleep(_LOST_S)
 
+    def _slots(self, numbers: Sequence[int], num_servers: int) -> list[list[str]]:
+        """Returns what to ask each server for."""
+        home = self._cut_for(num_servers).home
+        served = [number for number in numbers if number not in self._stays]
+        return [
+            [f"in/{number}" for number in served if number in self._by_rows or home.get(number, 0) == server]
+            for server in range(num_servers)
+        ]
 
-def _first(server: int, num_servers: int) -> int:
-    del num_servers
-    return server
+    def _here(self, numbers: Sequence[int], version: int) -> dict[int, Any]:
+        """Returns those of some arrays that stay with this worker, of a version.
+
+        If their update reads arguments of the step, and servers are ahead of this worker, they are of its own step.
+        """
+        own, local = self._stays.intersection(numbers), self._local
+        if not own or local is None:
+            return {}
+        least = max(self._number, self._client.kept_from)
+        self._bring(local, max(least, version) if not local.reads_arguments else least)
+        return {number: jnp.copy(local.values[number]) for number in own}  # who reads it may donate it
+
+    @property
+    def _stays(self) -> frozenset[int]:
+        return frozenset() if self._step.local is None else frozenset(self._step.local.held)
+
+    def _joined(self, numbers: Sequence[int], pieces: Sequence[Sequence[Any]]) -> dict[int, Any]:
+        """Returns whole arrays of what servers have given."""
+        avals, slots = self._step.captured.in_avals, self._slots(numbers, len(pieces))
+        given = [dict(zip(own, values, strict=True)) for own, values in zip(slots, pieces, strict=True)]
+        found = {}
+        for number in [one for one in numbers if one not in self._stays]:
+            values = [own[f"in/{number}"] for own in given if f"in/{number}" in own]
+            whole = interleaved(values) if number in self._by_rows else values[0]
+            found[number] = typed(jnp.asarray(whole), avals[number])
+        return found
+
+    @property
+    def _by_rows(self) -> frozenset[int]:
+        return frozenset() if self._step.tables is None else frozenset(self._step.tables.held)
 
 
 def _own(leaf: Any) -> Any:

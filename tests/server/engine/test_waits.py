@@ -3,6 +3,8 @@
 import asyncio
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from spmdctx.server.engine import server as engine
@@ -16,7 +18,7 @@ from spmdctx.step.served.run import ServedRun
 def scheduler():
     found = object.__new__(Scheduler)
     found._changed, found._progress, found._board = asyncio.Condition(), Progress(2), {}
-    found._fleet = SimpleNamespace(servers=[])
+    found._fleet = SimpleNamespace(servers=[], edition=3)
     return found
 
 
@@ -47,13 +49,13 @@ def test_servers_are_awaited_only_while_they_are_started(busy):
         with pytest.raises(TimeoutError):
             asyncio.run(run())
     else:
-        assert asyncio.run(run()) == (0, [])
+        assert asyncio.run(run()) == (0, 3, [])
 
 
 def server(order, tables=()):
     found = object.__new__(Server)
     found._changed, found._renewing, found._saving = asyncio.Condition(), asyncio.Lock(), asyncio.Lock()
-    found._order, found._applied, found._number = order, {(3, 0), (5, 1)}, 0
+    found._order, found._applied, found._floor = order, {(3, 0), (5, 1)}, 0
     found._shard = SimpleNamespace(saved=dict, tables=tables)
     return found
 
@@ -84,11 +86,14 @@ def test_who_reads_state_divides_the_step_if_servers_wait_for_that():
         answer = answers.pop(0)
         if isinstance(answer, Lost):
             raise answer
-        return answer
+        return 4, [[answer]]
 
     run._client = SimpleNamespace(job=SimpleNamespace(mode="async"), latest=latest)
-    run._step, run._number, run._until_done = SimpleNamespace(tables=None), 4, asked.append
-    assert run._read(0) == 7
+    captured = SimpleNamespace(in_avals=[jax.typeof(jnp.int32(0))])
+    run._local = None
+    run._step, run._number, run._until_done = SimpleNamespace(tables=None, local=None, captured=captured), 4, asked.append
+    run._cut = SimpleNamespace(servers=[None], home={})
+    assert run.read([0]) == {0: 7}
     assert asked == [3]
 
 

@@ -28,7 +28,7 @@ def digest_of(state):
 
 
 def run(folder, *arguments):
-    return Running([*arguments, "--folder", folder, "--timeout", "100", "-m", "benchmarks.ps_work", str(STEPS), "--pause", "0.02"])
+    return Running([*arguments, "--folder", folder, "--timeout", "200", "-m", "benchmarks.ps_work", str(STEPS), "--pause", "0.02"])
 
 
 def check(job, undisturbed):

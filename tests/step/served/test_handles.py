@@ -12,10 +12,9 @@ import pytest
 
 import spmdctx
 from spmdctx.errors import UnsupportedError
-from spmdctx.server.engine import client
 from spmdctx.server.engine.client import JOB, NUM_WORKERS, WORKER
+from spmdctx.server.engine.fleet import Job
 from spmdctx.server.engine.job import told
-from spmdctx.server.engine.scheduler import Job
 from spmdctx.server.remote import RemoteArray
 from spmdctx.step.served import entry
 from tests.server import cases, tables
@@ -181,17 +180,6 @@ def test_files_of_strategies_are_said_to_have_no_effect(tmp_path):
     assert "strategy_ckpt_save_file has no effect on a step on servers." in step.notes
 
 
-def test_a_second_step_of_a_process_is_refused_by_name(monkeypatch):
-    def taken(_):
-        raise ValueError("The name is already taken")
-
-    monkeypatch.delenv(WORKER)
-    for name, stand_in in (("start_scheduler", taken), ("connect", lambda: None), ("ray", lambda: None)):
-        monkeypatch.setattr(client, name, stand_in)
-    with pytest.raises(UnsupportedError, match="This process has servers already"):
-        client.Client(Job(1, "sync", 4, 10, "run"))
-
-
 @pytest.mark.parametrize(("trains", "said"), [(True, 1), (False, 0)])
 def test_a_step_that_trains_without_servers_says_so(trains, said):
     def plain(params, x):
@@ -231,3 +219,22 @@ def test_a_deep_copy_of_state_keeps_its_values():
     assert not np.array_equal(params["online"], wanted)
     rolled_back, _, _ = step(kept, count, X)
     np.testing.assert_allclose(rolled_back["online"], params["online"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_worker_that_comes_late_compiles_before_it_is_given_parts(monkeypatch, caplog, is_late):
+    class Late(LocalClient):
+        def hello(self, fingerprint, num_parts):
+            super().hello(fingerprint, num_parts)
+            return is_late
+
+        def ask(self, step):
+            counts.append(sum("Compiling jit(step)" in text for text in caplog.messages))
+            return super().ask(step)
+
+    counts = []
+    monkeypatch.setattr(entry, "Client", Late)
+    with jax.log_compiles():
+        cases.served(lagging(), 2, 2)(FIRST, jnp.int32(0), X)
+    assert counts[0] == is_late
+    assert sum("Compiling jit(step)" in text for text in caplog.messages) == 1
