@@ -1,6 +1,9 @@
 """Servers in the process of the worker, with no engine: what a job must come to, whatever is lost on its way."""
 
+import shutil
+import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import jax
@@ -33,6 +36,9 @@ class LocalClient:
 
     def __init__(self, job):
         self.job, self.kept_from, self.worker = job, 0, 0
+        if not job.folder:
+            self.job = job._replace(folder=tempfile.mkdtemp(prefix="spmdctx-test-"))
+            weakref.finalize(self, shutil.rmtree, self.job.folder, ignore_errors=True)
         self._progress = Progress(job.num_servers)
         self._shards = []
 
