@@ -47,7 +47,7 @@ class Kill(NamedTuple):
 
 def train(num_kills: int, *arguments: str) -> Running:
     """Starts a job of 2 servers and 3 workers in a folder of its own, with steps for so many kills."""
-    steps = FIRST + STEPS_A_KILL * num_kills
+    steps = FIRST + STEPS_A_KILL * (num_kills + 2)
     folder = tempfile.mkdtemp(prefix="ps-faults-")
     common = ["--servers", "2", "--workers", "3", "--folder", folder, "--timeout", "500"]
     counts = ["--counts"] if "async" in arguments else []
@@ -65,8 +65,8 @@ def suffer(job: Running, kinds: list[str], rng: random.Random, killer: Killer) -
     """Kills what is named, one after the other, each some steps after the last."""
     found = []
     for number, kind in enumerate(kinds):
-        job.wait_for(max(FIRST + number * STEPS_A_KILL, job.last) + rng.randrange(STEPS_A_KILL // 2))
         kill = killer(kind)
+        job.wait_for(max(FIRST + number * STEPS_A_KILL, job.last) + rng.randrange(STEPS_A_KILL // 2))
         time.sleep(rng.random() * 2 * PAUSE_S)
         found.append(Kill(kind, job.last))
         kill()
@@ -96,11 +96,11 @@ def cluster() -> Iterator[tuple[str, Killer]]:
 
     def killer(kind: str) -> Callable[[], None]:
         own, actor = nodes[kinds[kind]], {"ps": "Server", "worker": "Worker"}[kinds[kind]]
-        lost = max(own, key=lambda one: len(actors(actor, raylet(one))))
         own.append(node(kinds[kind]))
-        own.remove(lost)
 
         def kill() -> None:
+            lost = max(own, key=lambda one: len(actors(actor, raylet(one))))
+            own.remove(lost)
             for pid in below(raylet(lost)):  # all at once, as where a machine is switched off
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
