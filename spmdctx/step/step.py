@@ -31,7 +31,7 @@ from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls
+from spmdctx.step.report.calls import Calls, noted
 from spmdctx.step.report.report import StepReport, report_of
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
@@ -147,7 +147,7 @@ class ParallelStep(Generic[P, R]):
                     result = cast(R, direct.run(*args))
                     if buffers is not None and buffers.keeps:
                         buffers.keep(jax.tree.leaves(result))
-                    self._note(direct.entry, start)
+                    self._calls = noted(self._calls, direct.entry, start)
                     return result
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
@@ -170,15 +170,8 @@ class ParallelStep(Generic[P, R]):
                     raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
-        self._note(entry, start)
+        self._calls = noted(self._calls, entry, start)
         return result
-
-    def _note(self, entry: Entry, start: float) -> None:
-        """Counts a call that began at `start`; those with other shapes are counted anew."""
-        calls = self._calls
-        if calls is None or calls.entry is not entry:
-            calls = self._calls = Calls(entry)
-        calls.note(start)
 
     def report(self) -> StepReport:
         """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.

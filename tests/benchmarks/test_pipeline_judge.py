@@ -112,7 +112,7 @@ def test_products_of_gpu_programs_are_counted():
     made = judge_text(DOT, H100_HOSTS)
     assert made.flops == 2 * 512 * 1024 * 2048
     assert made.cycles_s == 0.0
-    machine, moved = PRESETS["h100"], 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
+    machine, moved = topology("h100"), 2 * (512 * 1024 + 1024 * 2048 + 512 * 2048)
     assert made.roofline_s == pytest.approx(max(made.flops / machine.peak_flops_per_s, moved / machine.memory_bytes_per_s))
 
 

@@ -13,7 +13,7 @@ GROUP, KIND = "mindspore.gitee.com", "MSJob"
 MAIN = "mindspore"
 """What the operator calls the container of each role that trains."""
 
-_ROLES = {"scheduler": "Scheduler", "ps": "PS", "worker": "Worker"}
+_NAME_OF_ROLE = {"scheduler": "Scheduler", "ps": "PS", "worker": "Worker"}
 _SPEC = ("runPolicy", "successPolicy", "msReplicaSpecs", "enableDynamicWorker")
 _POLICY = ("cleanPodPolicy", "ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "schedulingPolicy", "suspend")
 _SCHEDULING = ("queue", "priorityClass", "minAvailable", "minResources", "scheduleTimeoutSeconds")
@@ -118,9 +118,9 @@ def read_msjob(data: Mapping[str, Any]) -> MSJob:
         notes.append("metadata.annotations are left out: they speak to MindSpore's operator or to its scheduler.")
     roles = {}
     for name, role in _mapping("msReplicaSpecs", spec.get("msReplicaSpecs")).items():
-        known = _ROLES.get(str(name).lower())
+        known = _NAME_OF_ROLE.get(str(name).lower())
         if known is None:
-            raise ContextError("An MSJob has no such role.", got=ascii(name)[:80], need=f"one of {', '.join(_ROLES.values())}")
+            raise ContextError("An MSJob has no such role.", got=ascii(name)[:80], need=f"one of {', '.join(_NAME_OF_ROLE.values())}")
         roles[known] = _role(notes, known, _mapping(known, role))
     if "Worker" not in roles:
         raise ContextError("The MSJob has no Worker.", got=", ".join(roles) or "no role")

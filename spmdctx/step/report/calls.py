@@ -58,6 +58,14 @@ class Calls:
         return interval
 
 
+def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
+    """Counts a call of an entry that began at `start`; calls of another entry are counted anew."""
+    if calls is None or calls.entry is not entry:
+        calls = Calls(entry)
+    calls.note(start)
+    return calls
+
+
 def _drain(devices: Sequence[Any]) -> None:
     """Waits until each device has run what was queued before."""
     for device in devices:
