@@ -282,6 +282,7 @@ class GraphBuilder:
         sites = self._sites(alive, twins)
         regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
+        fingerprint, body = self._fingerprints([trail, *twins.items()], inputs, outputs, ties, regions)
         graph = Graph(
             values=self._values(),
             ops=ops_of(columns, materialized),
@@ -289,8 +290,9 @@ class GraphBuilder:
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties, regions),
+            fingerprint=fingerprint,
             notes=tuple(dict.fromkeys(self.notes)),
+            body=body,
         )
         return Program(
             graph=graph,
@@ -372,15 +374,18 @@ class GraphBuilder:
         trail[is_operand] = np.fromiter(chain.from_iterable(self._operands), dtype=np.int64, count=total - 3 * len(sizes))
         return trail
 
-    def _fingerprint(
+    def _fingerprints(
         self,
         trail: Sequence[ArrayLike],
         inputs: tuple[int, ...],
         outputs: tuple[int, ...],
         ties: Sequence[tuple[int, int]],
         regions: Sequence[ManualRegion],
-    ) -> str:
-        """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
+    ) -> tuple[str, str]:
+        """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments.
+
+        The second hash leaves out the names of arguments.
+        """
         digest, form = hashlib.blake2b(digest_size=16), self._canonical.text
         digest.update(form(list(dict.fromkeys(self._forms))))
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
@@ -393,7 +398,9 @@ class GraphBuilder:
         for region in regions:
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(form((region.body.graph.fingerprint, region.mesh_axes, region.operands, region.results, written)))
+        body = digest.copy()
         for index in inputs:
-            tensor, named = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
-            digest.update(form((*tensor, *named)))
-        return digest.hexdigest()
+            tensor, (role, path) = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
+            digest.update(form((*tensor, role, path)))
+            body.update(form((*tensor, role)))
+        return digest.hexdigest(), body.hexdigest()
