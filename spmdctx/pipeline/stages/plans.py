@@ -51,7 +51,7 @@ class Planned(Protocol):
 class Planner(Protocol):
     """Plans a captured program; if `is_rough`, only to tell how plans compare."""
 
-    def __call__(self, captured: Captured, settings: Settings, *, is_rough: bool = False) -> Planned:
+    def __call__(self, captured: Captured, settings: Settings, /, *, is_rough: bool = False) -> Planned:
         """Returns the plan."""
 
 
