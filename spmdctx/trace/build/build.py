@@ -28,7 +28,7 @@ from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
 from spmdctx.trace.build.ops_of_columns import ops_of
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
-from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
+from spmdctx.trace.build.program import LossOperand, Program, UserPin
 from spmdctx.trace.build.shard_maps import read_regions
 
 _Literal = jexc.Literal
@@ -375,17 +375,9 @@ class GraphBuilder:
         return trail
 
     def _fingerprints(
-        self,
-        trail: Sequence[ArrayLike],
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        ties: Sequence[tuple[int, int]],
-        regions: Sequence[ManualRegion],
+        self, trail: list[Any], inputs: Sequence[int], outputs: Sequence[int], ties: Sequence[tuple[int, int]], regions: Sequence[Any]
     ) -> tuple[str, str]:
-        """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments.
-
-        The second hash leaves out the names of arguments.
-        """
+        """Hashes the program: equations with their parameters, what reads what how often, and arguments, with their names and without."""
         digest, form = hashlib.blake2b(digest_size=16), self._canonical.text
         digest.update(form(list(dict.fromkeys(self._forms))))
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
