@@ -200,6 +200,10 @@ def topology_kind(folder: Path) -> Callable[[random.Random], Input]:
 
 ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {"SPMDCTX_ADDRESS": "h:1234", "SPMDCTX_NUM_PROCESSES": "4", "SPMDCTX_PROCESS_ID": "1", "SPMDCTX_LOCAL_DEVICE_IDS": "0,1"},
+    {
+        **{"SPMDCTX_ADDRESS": "h:1234", "SPMDCTX_NUM_PROCESSES": "16", "SPMDCTX_JOB_INDEX": "1", "SPMDCTX_PODS_PER_JOB": "4"},
+        **{"SPMDCTX_POD_INDEX": "3", "SPMDCTX_CONTAINERS_PER_POD": "2", "SPMDCTX_CONTAINER_INDEX": "1"},
+    },
     {"JAX_COORDINATOR_ADDRESS": "h:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "1"},
     {
         **{"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},

@@ -1,6 +1,6 @@
 """A decorated step costs little more per call than jax.jit with the same shardings, and nnx no more than nnx.jit.
 
-    python benchmarks/overhead.py [--pairs 400]
+    python -m benchmarks.overhead [--pairs 400]    # JAX_PLATFORMS=cuda: on GPUs
 
 Runs the decorated and the plain step in turn, so that both see the same machine, and prints the median of the ratios.
 """
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="pairs of calls")
     arguments = parser.parse_args()
     print(f"{datetime.date.today()}  {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}", end="")
-    print(f", jax {jax.__version__}, flax {flax.__version__}, {len(jax.devices())} CPU devices")
+    print(f", jax {jax.__version__}, flax {flax.__version__}, {len(jax.devices())} x {jax.devices()[0].device_kind}")
     measure("pytree", pytree_pair, arguments.pairs)
     measure("nnx", nnx_pair, arguments.pairs)
 

@@ -57,6 +57,7 @@ from spmdctx.ir.layout import Layout
 from spmdctx.machine.topology import Topology
 from spmdctx.plan import Plan
 from spmdctx.shard.decorate import shard
+from spmdctx.step.report.report import StepReport
 from spmdctx.step.verify.verify import VerifyReport
 
 __version__ = "0.1.0"
@@ -79,6 +80,7 @@ __all__ = [
     "PlanFormatError",
     "PlanMismatchError",
     "SpmdctxError",
+    "StepReport",
     "StrategyError",
     "Topology",
     "UnsupportedError",

@@ -51,6 +51,7 @@ CLASSES = [
     "ParallelStep",
     "PipelineCell",
     "Plan",
+    "StepReport",
     "Topology",
     "VerifyReport",
 ]
@@ -99,6 +100,7 @@ def test_a_step_has_these_methods():
         "notes",
         "out_shardings",
         "plan",
+        "report",
         "shard_batch",
         "verify",
         "with_context",

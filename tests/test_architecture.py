@@ -34,7 +34,7 @@ TOP = (
     "step",
     "api",
     "shard",
-    "models",
+    "models k8s",
     "cli",
     "__main__",
 )
@@ -58,10 +58,11 @@ INNER = {
         "folder shard",
     ),
     "server/engine": ("rays display", "server", "fleet", "scheduler", "client worker", "job"),
+    "k8s": ("job render", "operators", "manifest state", "mindspore cluster"),
     "step": (
         "planning processes direct out_of_memory agreement options",
         "entry",
-        "placement broadcast verify pipelined",
+        "placement broadcast verify pipelined report",
         "served",
         "step",
     ),
@@ -72,7 +73,7 @@ What is in a package imports lower rows of it and itself; names in one row do no
 """
 
 ROWS = {(): TOP, **{tuple(folder.split("/")): rows for folder, rows in INNER.items()}}
-WITHOUT_JAX = {"errors", "wording", "ir", "rules", "context", "machine", "cost", "search", "plan"}
+WITHOUT_JAX = {"errors", "wording", "ir", "rules", "context", "machine", "cost", "search", "plan", "k8s"}
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 
 MODULES_AT_THE_TOP = {"__init__", "__main__", "_compat", "api", "errors"}

@@ -27,6 +27,7 @@ from spmdctx.checkpoint.files import (
 from spmdctx.checkpoint.parts.leaves import shared_leaves
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
+from spmdctx.communication.sigterm import GracefulEnd
 from spmdctx.errors import CheckpointError, listed, message, shown
 from spmdctx.plan.file import SavedPlan, parse_any_plan
 from spmdctx.plan.plan import Plan
@@ -57,13 +58,17 @@ class CheckpointManager:
     All processes of a job make the manager, save and restore together, and see the same folder. Other jobs may restore from it
     meanwhile, but only one job may save.
 
+    After SIGTERM, on any process of a job, the next call of `save` saves whatever the step is, and ends all processes with the exit
+    code 75. A second SIGTERM ends the process at once, and so does `SPMDCTX_GRACE_S` (30) seconds without a call.
+
     Args:
         directory: folder of the checkpoints, with one folder for each step in it.
         every: save at steps that this number divides; other calls of `save` return at once.
         keep: how many checkpoints stay; None keeps all.
+        save_on_sigterm: whether SIGTERM saves; a handler of your own comes first.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int | None = 3) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, every: int = 1, keep: int | None = 3, save_on_sigterm: bool = True) -> None:
         for name, value in (("every", every), ("keep", keep)):
             if isinstance(value, bool) or not (isinstance(value, int) or (name == "keep" and value is None)):
                 raise TypeError(message(f"{name} must be a number.", got=repr(value)))
@@ -85,6 +90,7 @@ class CheckpointManager:
             self._manager = ocp.CheckpointManager(
                 self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
             )
+        self._end = GracefulEnd() if save_on_sigterm else None
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -124,11 +130,13 @@ class CheckpointManager:
             TypeError: a step that is no int, or a leaf or a data position that cannot be stored.
             CheckpointError: the step is negative or saved already, the state is empty or holds an array that was donated, the last
                 save failed, or nobody has taken the state that was restored last.
+            SystemExit: SIGTERM has come, and the state is saved.
         """
         step = _checked_step(step)
         if self._pending is not None:
             self._pending.check()
-        if not force and step % self._every:
+        is_end = self._end is not None and self._end.is_here()
+        if not force and step % self._every and not is_end:
             return False
         from spmdctx.checkpoint.handler import SaveState
 
@@ -149,6 +157,9 @@ class CheckpointManager:
 
         with reporting("A checkpoint could not be written.", self.directory):
             self._manager.save(step, args=ocp.args.Composite(state=SaveState(arrays, contents, own)), force=True)
+        if self._end is not None and is_end:
+            self.wait()
+            self._end.leave(f"step {step}")
         return True
 
     def restore(
@@ -219,8 +230,12 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Waits for unfinished saves, and ends the threads."""
-        self.wait()
-        self._manager.close()
+        try:
+            self.wait()
+            self._manager.close()
+        finally:
+            if self._end is not None:
+                self._end.close()
 
     def _remove_unfinished(self) -> None:
         """Removes the files that a killed run has left, before the first save."""

@@ -31,7 +31,7 @@ def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="virtual CPU devices without an accelerator (default: %(default)s)",
     )
-    parser.add_argument("--megabytes", type=positive, default=64, help="size of the tensors that are moved (default: %(default)s)")
+    parser.add_argument("--megabytes", type=positive, help="size of the tensors that are moved (default: 64 on CPUs, else 1024)")
     parser.add_argument("--repeats", type=positive, default=5, help="timings, of which the shortest counts (default: %(default)s)")
 
 

@@ -1,4 +1,4 @@
-"""The command line: `spmdctx train | generate | plan | explain | audit | diff | verify | strategies | calibrate | launch`."""
+"""The command line: `spmdctx train | generate | plan | explain | audit | diff | verify | strategies | calibrate | launch | k8s`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rich.markup import escape
 
 from spmdctx.cli.calibrate import add_calibrate_arguments, calibrate_devices
 from spmdctx.cli.generate import add_generate_arguments, generate
+from spmdctx.cli.k8s.commands import add_k8s_commands
 from spmdctx.cli.launch import add_launch_arguments, launch
 from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, failed, plan_data, verify_data
 from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
@@ -31,7 +32,12 @@ _EPILOG = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
-    arguments = command_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Arguments of a script on a cluster follow "--"; those of launch follow the script.
+    end = words.index("--") if words[:1] == ["k8s"] and "--" in words else len(words)
+    arguments = command_parser().parse_args(words[:end])
+    if end < len(words) or words[:1] == ["k8s"]:
+        arguments.arguments = words[end + 1 :]
     output = Output(arguments.json)
     run: Callable[[argparse.Namespace, Output], int] = arguments.run
     with warnings.catch_warnings():
@@ -130,6 +136,10 @@ def command_parser() -> argparse.ArgumentParser:
     one = _command(commands, "calibrate", calibrate_devices, "measure the devices that are there, as a topology to plan with")
     add_calibrate_arguments(one)
     add_launch_arguments(_command(commands, "launch", launch, "run a script as several processes on this machine"))
+    one = commands.add_parser(
+        "k8s", help="run a script on a Kubernetes cluster", description="Jobs on a Kubernetes cluster.", epilog=_EPILOG
+    )
+    add_k8s_commands(one, _command)
     return parser
 
 

@@ -23,7 +23,11 @@ from spmdctx.machine.topology import Topology
 
 AXIS = "devices"
 _LEAST_S = 2e-3
-"""The least duration of a measurement; shorter runs are repeated."""
+"""The least duration of a measurement on CPUs; shorter runs are repeated."""
+_LEAST_QUEUED_S = 0.05
+"""The same on accelerators, which are given the next call while they run the last."""
+_CPU_MEGABYTES, _MEGABYTES = 64, 1024
+"""Sizes that no cache holds; on accelerators, also what takes longer than a call's launch."""
 
 
 class MeasuredCollective(NamedTuple):
@@ -42,13 +46,13 @@ class Calibration(NamedTuple):
     notes: tuple[str, ...]
 
 
-def calibrate(devices: Sequence[Any] | None = None, *, size: int = 4096, megabytes: int = 64, repeats: int = 5) -> Calibration:
+def calibrate(devices: Sequence[Any] | None = None, *, size: int = 8192, megabytes: int | None = None, repeats: int = 5) -> Calibration:
     """Measures devices.
 
     Args:
         devices: Those to measure together; all of `jax.devices()` unless given.
         size: Rows and columns of the matrix product, made smaller where it takes long (CPUs).
-        megabytes: Size of the tensor that is copied, and the largest payload of a collective.
+        megabytes: Size of the tensor that is copied, and the largest payload of a collective; 64 on CPUs, else 1024, unless given.
         repeats: Timings, of which the shortest counts.
 
     Raises:
@@ -56,7 +60,8 @@ def calibrate(devices: Sequence[Any] | None = None, *, size: int = 4096, megabyt
     """
     used = list(jax.devices() if devices is None else devices)
     base, notes = default_topology(used[0])
-    timer = _Timer(repeats)
+    timer = _Timer(repeats, queues=used[0].platform != "cpu")
+    megabytes = megabytes or (_CPU_MEGABYTES if used[0].platform == "cpu" else _MEGABYTES)
     half = jnp.float32 if used[0].platform == "cpu" else jnp.bfloat16
     try:
         narrow, wide = (_product_flops_per_s(used[0], dtype, size, timer) for dtype in (half, jnp.float32))
@@ -80,29 +85,39 @@ def calibrate(devices: Sequence[Any] | None = None, *, size: int = 4096, megabyt
 
 
 class _Timer:
-    """Seconds of a call that returns an array: the shortest of several, each long enough to be timed."""
+    """Seconds of a call that returns an array: the shortest of several measurements, each long enough to be timed.
 
-    def __init__(self, repeats: int) -> None:
+    Where a device `queues` calls, the next one is launched while the last one runs, so that launches take no time of their own.
+    """
+
+    def __init__(self, repeats: int, *, queues: bool = False) -> None:
         self.repeats = repeats
+        self.queues = queues
+        self._least_s = _LEAST_QUEUED_S if queues else _LEAST_S
 
     def __call__(self, run: Callable[[], Any]) -> float:
         jax.block_until_ready(run())
         count, best = 1, float("inf")
         for _ in range(self.repeats):
             start = time.perf_counter()
+            last = None
             for _ in range(count):
-                # Each call is awaited: CPU devices that run ahead of each other can deadlock.
-                jax.block_until_ready(run())
+                last = run()
+                if not self.queues:
+                    # Each call is awaited: CPU devices that run ahead of each other can deadlock.
+                    jax.block_until_ready(last)
+            jax.block_until_ready(last)
             spent = time.perf_counter() - start
             best = min(best, spent / count)
-            count = max(count, min(64, round(_LEAST_S / max(spent / count, 1e-7))))
+            count = max(count, min(64, round(self._least_s / max(spent / count, 1e-7))))
         return best
 
 
 def _product_flops_per_s(device: Any, dtype: Any, size: int, timer: _Timer) -> float:
     if device.platform == "cpu":
         size = min(size, 512)
-    square = jax.device_put(jnp.ones((size, size), dtype), device)
+    # Zeros and ones take less power, and so run faster, than what training multiplies.
+    square = jax.device_put(jax.random.normal(jax.random.key(0), (size, size), dtype), device)
     product = jax.jit(lambda x: x @ x)
     return 2 * size**3 / timer(lambda: product(square))
 
@@ -116,7 +131,7 @@ def _memory_bytes_per_s(device: Any, megabytes: int, timer: _Timer) -> float:
 def _vector_flops_per_s(device: Any, megabytes: int, timer: _Timer) -> float:
     """Measures a chain of multiply-adds that is long enough to outweigh memory traffic."""
     length = 256
-    values = jax.device_put(jnp.full((megabytes * 2**12,), 0.5, jnp.float32), device)
+    values = jax.device_put(jnp.full((megabytes * 2 ** (12 if device.platform == "cpu" else 16),), 0.5, jnp.float32), device)
 
     def chain(x: jax.Array) -> jax.Array:
         for _ in range(length):

@@ -112,6 +112,10 @@ def _run(
 def _check_and_save(
     step: ParallelStep[..., Any], args: tuple[Any, ...], plan: Plan, losses: list[float], seconds: float, out: Path, output: Output
 ) -> int:
+    report = step.report() if losses else None
+    if report is not None:
+        output.title("Measured beside planned")
+        output.show(report)
     with output.waiting("auditing the compiled program"):
         audit = step.audit(*args)
     output.title("Audit: planned against compiled")
@@ -128,6 +132,7 @@ def _check_and_save(
             "plan": plan_data(plan),
             "losses": losses,
             "step_s": seconds,
+            "report": None if report is None else report.to_dict(),
             "audit": audit_data(audit),
             "verify": verify_data(verify),
             "files": files,

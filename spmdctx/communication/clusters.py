@@ -19,9 +19,19 @@ ADDRESS, NUM_PROCESSES, PROCESS_ID, LOCAL_DEVICES = (
 )
 """Set by `spmdctx launch`, or by the user. `SPMDCTX_ADDRESS` alone overrides an address found in any other way."""
 
+JOB_INDEX, PODS_PER_JOB, POD_INDEX, CONTAINERS_PER_POD, CONTAINER_INDEX = (
+    "SPMDCTX_JOB_INDEX",
+    "SPMDCTX_PODS_PER_JOB",
+    "SPMDCTX_POD_INDEX",
+    "SPMDCTX_CONTAINERS_PER_POD",
+    "SPMDCTX_CONTAINER_INDEX",
+)
+"""Set in manifests of `spmdctx k8s`, in place of `SPMDCTX_PROCESS_ID`, where a process is numbered by its job, pod and container."""
+
 _FIRST_PORT, _NUM_PORTS = 61440, 4096
 """Ports above those that Linux gives to outgoing connections (32768 to 60999), so that the chosen one is most likely free."""
-_KUBERNETES_PORT = 55527
+KUBERNETES_PORT = 55527
+"""The port of process 0 in pods, which have an address of their own each."""
 _HOST = re.compile(r"[A-Za-z0-9._%:\[\]-]+")
 """A name, or an address of either kind of IP."""
 _ONE_HOST = re.compile(r"[\w.-]+")
@@ -71,11 +81,38 @@ def detect(environ: Mapping[str, str]) -> Cluster | None:
 
 
 def _launched(environ: Mapping[str, str]) -> Cluster | None:
+    if POD_INDEX in environ and PROCESS_ID not in environ:
+        environ = {**environ, PROCESS_ID: str(_number_of_container(environ))}
     source = "spmdctx launch" if LAUNCHER in environ else "the SPMDCTX_ variables"
     return _stated(environ, source, ADDRESS, NUM_PROCESSES, PROCESS_ID)
 
 
+def _number_of_container(environ: Mapping[str, str]) -> int:
+    """Returns the number of a process that is one container of a pod: jobs count first, then pods, then containers.
+
+    Raises:
+        ContextError: there are several jobs and nothing says how many pods each has, or an index is too large.
+    """
+    job, per_pod, container = (
+        _number(name, environ.get(name, default)) for name, default in ((JOB_INDEX, "0"), (CONTAINERS_PER_POD, "1"), (CONTAINER_INDEX, "0"))
+    )
+    pod = _of(environ, POD_INDEX)
+    if job and PODS_PER_JOB not in environ:
+        raise ContextError(f"{JOB_INDEX} is {job}, but {PODS_PER_JOB} is not set.", fix="set both, or neither")
+    pods = _number(PODS_PER_JOB, environ.get(PODS_PER_JOB, str(pod + 1)))
+    if pod >= pods or container >= per_pod:
+        raise ContextError(
+            "The indices of this container do not fit to the job.",
+            got=f"pod {pod} of {pods}, container {container} of {per_pod}",
+            need="indices from 0 on, below the counts",
+        )
+    return (job * pods + pod) * per_pod + container
+
+
 def _stated_for_jax(environ: Mapping[str, str]) -> Cluster | None:
+    address, port = environ.get("JAX_COORDINATOR_ADDRESS", ""), environ.get("JAX_COORDINATOR_PORT", "")
+    if address and port and not address.rpartition(":")[2].isdecimal():
+        environ = {**environ, "JAX_COORDINATOR_ADDRESS": f"{address}:{port}"}
     return _stated(environ, "the JAX_ variables", "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -130,7 +167,7 @@ def _jax_job(environ: Mapping[str, str]) -> Cluster | None:
     """Returns a job of Kubeflow's training operator, or None."""
     if "COORDINATOR_ADDRESS" not in environ or "NUM_PROCESSES" not in environ or "PROCESS_ID" not in environ:
         return None
-    address = f"{environ['COORDINATOR_ADDRESS']}:{environ.get('COORDINATOR_PORT', str(_KUBERNETES_PORT))}"
+    address = f"{environ['COORDINATOR_ADDRESS']}:{environ.get('COORDINATOR_PORT', str(KUBERNETES_PORT))}"
     return Cluster("Kubeflow", address, _of(environ, "NUM_PROCESSES"), _of(environ, "PROCESS_ID"))
 
 
@@ -148,7 +185,7 @@ def _job_set(environ: Mapping[str, str]) -> Cluster | None:
     name, count = environ["JOBSET_NAME"], _of(environ, "NUM_PROCESSES")
     job, pods = (_number(key, environ.get(key, default)) for key, default in (("JOB_INDEX", "0"), ("PODS_PER_JOB", str(count))))
     host = f"{name}-{environ['REPLICATED_JOB_NAME']}-0-0.{name}"
-    return Cluster("JobSet", f"{host}:{_KUBERNETES_PORT}", count, job * pods + _of(environ, "JOB_COMPLETION_INDEX"))
+    return Cluster("JobSet", f"{host}:{KUBERNETES_PORT}", count, job * pods + _of(environ, "JOB_COMPLETION_INDEX"))
 
 
 _FINDERS: tuple[Callable[[Mapping[str, str]], Cluster | None], ...] = (_launched, _stated_for_jax, _open_mpi, _slurm, _jax_job, _job_set)

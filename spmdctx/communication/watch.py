@@ -23,6 +23,7 @@ from spmdctx.communication.meeting.hub import BYE
 from spmdctx.communication.meeting.key import job_key
 from spmdctx.communication.meeting.place import open_listeners
 from spmdctx.communication.rendezvous import Link, gather, join
+from spmdctx.communication.stopping import AGREEMENT
 from spmdctx.errors import CommunicationError, message
 
 PEER_LOST = 76
@@ -48,12 +49,14 @@ class Watch:
         self._previous = sys.excepthook
         sys.excepthook = self._failed
         self._exits = ExitHook(self._exited)
+        AGREEMENT.connect(link.send)
         threading.Thread(target=self._listen, name="spmdctx-watch", daemon=True).start()
 
     def leave(self) -> None:
         """Says that this process is done; the others may go on without it."""
         if not self._left:
             self._left = True
+            AGREEMENT.disconnect()
             if sys.excepthook == self._failed:
                 sys.excepthook = self._previous
             self._exits.remove()
@@ -65,6 +68,8 @@ class Watch:
             process, _, why = rest.partition(" ")
             if word == "gone":
                 self._end(int(process), why)
+            else:
+                AGREEMENT.hear(word, rest)
         if not self._left:
             self._end(0, "")
 

@@ -18,6 +18,7 @@ from spmdctx.communication.meeting.hub import BYE
 from spmdctx.communication.meeting.place import bind_address, forget_service_address
 from spmdctx.communication.parent import die_with_launcher
 from spmdctx.communication.rendezvous import Link, meet
+from spmdctx.communication.sigterm import end_when_told
 from spmdctx.communication.transfers import enable_transfers
 from spmdctx.communication.watch import Watch, connect_beside_jax
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
@@ -43,8 +44,8 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     or a JobSet have set. Without a job the world is this process with its devices. A second call changes nothing.
 
     With `watch`, a process that is killed or fails ends all others at once with an error that names it. The watch cannot see a
-    machine that freezes; JAX detects it after `heartbeat_timeout_s`. SIGTERM ends a process, since JAX's preemption service is
-    not started. To use that service, call `jax.distributed.initialize` first.
+    machine that freezes; JAX detects it after `heartbeat_timeout_s`. SIGTERM ends a process, after saving where a
+    `CheckpointManager` is open; JAX's preemption service is not started. To use that service, call `jax.distributed.initialize` first.
 
     Args:
         backend: "nccl" for GPUs, "gloo" for CPUs, "tpu"; None takes what JAX finds.
@@ -65,6 +66,7 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     if is_initialized():
         return
     die_with_launcher(os.environ)
+    end_when_told()
     if platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
     cluster = _cluster(address, num_processes, process_id, local_device_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from types import MethodType
@@ -30,6 +31,8 @@ from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
+from spmdctx.step.report.calls import Calls
+from spmdctx.step.report.report import StepReport, report_of
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
@@ -88,6 +91,7 @@ class ParallelStep(Generic[P, R]):
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None
         self._direct: _Direct | None = None
+        self._calls: Calls | None = None
         self._has_run = False
         self._said: set[str] = set()
         self._bound: WeakKeyDictionary[Any, ParallelStep[..., Any]] = WeakKeyDictionary()
@@ -135,7 +139,7 @@ class ParallelStep(Generic[P, R]):
             StrategyError: strategies or a batch that do not fit.
             DonationError: an array was donated to an earlier call.
         """
-        direct = self._direct
+        direct, start = self._direct, time.perf_counter()
         if direct is not None and direct.version == version() and not kwargs:
             buffers = direct.buffers
             try:
@@ -143,6 +147,7 @@ class ParallelStep(Generic[P, R]):
                     result = cast(R, direct.run(*args))
                     if buffers is not None and buffers.keeps:
                         buffers.keep(jax.tree.leaves(result))
+                    self._note(direct.entry, start)
                     return result
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
@@ -165,7 +170,25 @@ class ParallelStep(Generic[P, R]):
                     raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
+        self._note(entry, start)
         return result
+
+    def _note(self, entry: Entry, start: float) -> None:
+        """Counts a call that began at `start`; those with other shapes are counted anew."""
+        calls = self._calls
+        if calls is None or calls.entry is not entry:
+            calls = self._calls = Calls(entry)
+        calls.note(start)
+
+    def report(self) -> StepReport:
+        """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.
+
+        Waits until the devices have run what was queued.
+
+        Raises:
+            PlanError: the step was not called.
+        """
+        return report_of(self._calls)
 
     @property
     def context(self) -> AutoParallelContext:

@@ -31,6 +31,9 @@ JOB_SET = {
     "NUM_PROCESSES": "4",
 }
 KUBEFLOW = {"COORDINATOR_ADDRESS": "job-worker-0", "COORDINATOR_PORT": "6666", "NUM_PROCESSES": "3", "PROCESS_ID": "2"}
+POD = {"SPMDCTX_ADDRESS": "t-workers-0-0.t:55527", "SPMDCTX_NUM_PROCESSES": "16", "SPMDCTX_POD_INDEX": "1"}
+SLICES = {**POD, "SPMDCTX_JOB_INDEX": "2", "SPMDCTX_PODS_PER_JOB": "4"}
+CONTAINERS = {**POD, "SPMDCTX_CONTAINERS_PER_POD": "8", "SPMDCTX_CONTAINER_INDEX": "3"}
 TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
 
 
@@ -46,6 +49,13 @@ TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSE
             Cluster("spmdctx launch", "127.0.0.1:4000", 4, 3, (6, 7)),
         ),
         (TRAINER, Cluster("the JAX_ variables", "job-node-0-0.job:1234", 2, 1)),
+        (
+            {**TRAINER, "JAX_COORDINATOR_ADDRESS": "job-node-0-0.job", "JAX_COORDINATOR_PORT": "6666"},
+            Cluster("the JAX_ variables", "job-node-0-0.job:6666", 2, 1),
+        ),
+        (POD, Cluster("the SPMDCTX_ variables", "t-workers-0-0.t:55527", 16, 1)),
+        (SLICES, Cluster("the SPMDCTX_ variables", "t-workers-0-0.t:55527", 16, 9)),
+        (CONTAINERS, Cluster("the SPMDCTX_ variables", "t-workers-0-0.t:55527", 16, 11)),
         (KUBEFLOW, Cluster("Kubeflow", "job-worker-0:6666", 3, 2)),
         (JOB_SET, Cluster("JobSet", "train-workers-0-0.train:55527", 4, 1)),
         ({**JOB_SET, "JOB_INDEX": "1", "PODS_PER_JOB": "2"}, Cluster("JobSet", "train-workers-0-0.train:55527", 4, 3)),
@@ -58,6 +68,10 @@ TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSE
         "by hand",
         "launch on GPUs",
         "Trainer",
+        "Trainer with a port of its own",
+        "pod",
+        "pod of the third job",
+        "container of a pod",
         "JAXJob",
         "JobSet",
         "JobSet of two jobs",
@@ -66,6 +80,21 @@ TRAINER = {"JAX_COORDINATOR_ADDRESS": "job-node-0-0.job:1234", "JAX_NUM_PROCESSE
 )
 def test_a_job_is_read_from_the_environment(environ, expected):
     assert detect(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({**SLICES, "SPMDCTX_POD_INDEX": "4"}, "pod 4 of 4"),
+        ({**CONTAINERS, "SPMDCTX_CONTAINER_INDEX": "8"}, "container 8 of 8"),
+        ({**POD, "SPMDCTX_JOB_INDEX": "1"}, "SPMDCTX_PODS_PER_JOB is not set"),
+        ({**POD, "SPMDCTX_POD_INDEX": "16"}, "process 16 of 16"),
+        ({**POD, "SPMDCTX_POD_INDEX": ""}, "must be a number"),
+    ],
+)
+def test_indices_of_a_container_have_to_fit_to_the_job(wrong, words):
+    with pytest.raises(ContextError, match=words):
+        detect(wrong)
 
 
 def test_open_mpi_gives_the_address_of_its_launcher_and_one_gpu_per_process():

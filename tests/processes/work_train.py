@@ -1,7 +1,7 @@
 """A training that is stopped and goes on: run by `spmdctx launch`; each step's loss goes to a file, bit for bit.
 
 Arguments: the folder, or several for one training each, the number of steps, and "where:step:process" for a process to kill itself
-there, as kill -9 does.
+there, as kill -9 does; "sigterm" sends it SIGTERM before the step.
 """
 
 import os
@@ -34,7 +34,7 @@ def killed(here):
     """Whether this process's time has come."""
     if here == where and now == int(kill_step) and process == int(kill_process):
         (folder / f"killed.{now}").write_text(repr(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGTERM if here == "sigterm" else signal.SIGKILL)
 
 
 def before(fn, here):
@@ -91,6 +91,7 @@ for folder in folders:
         start = checkpoints.restore(state, data=stream).step
         for now in range(start + 1, num_steps + 1):
             killed("compute")
+            killed("sigterm")
             value = float(train_step(model, optimizer, rngs, train_step.shard_batch(next(stream))))
             if process == 0:
                 with (folder / "losses.txt").open("a") as lines:

@@ -21,6 +21,8 @@ TIMED_OUT = 124
 """Exit code of a job that took too long, like that of coreutils' timeout."""
 PEER_LOST = 76
 """Exit code of a process that ends because another process did."""
+SAVED = 75
+"""Exit code of a process that has saved after SIGTERM."""
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.05
@@ -130,6 +132,8 @@ class _Processes:
         codes = self._codes()
         first = min((number for number, code in enumerate(codes) if code), key=lambda number: (_is_consequence(codes[number]), number))
         code = codes[first] or 0
+        if code == SAVED:
+            return Outcome(SAVED, "The job was stopped by SIGTERM, and has saved; the same command run again goes on from there.")
         stopped = sum(one is None for one in codes)
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if self._interrupted is not None and code < 0:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 from spmdctx.communication.meeting.proof import Caller, Seal, session_key
 
 BYE, GO = "bye", "go"
+STOP, AT, UNTIL = "stop", "at", "until"
+"""A process asks for a stop, and all are asked; each tells how far it is; all are told where to stop."""
 
 _MOST_REFUSALS = 8
 
@@ -41,6 +43,7 @@ class Hub:
         self._left: set[int] = set()
         self._begun = False
         self._hearing: set[asyncio.Task[None]] = set()
+        self._passed: dict[int, int] | None = None
 
     @property
     def missing(self) -> list[int]:
@@ -113,9 +116,27 @@ class Hub:
         word, _, why = text.partition(" ")
         if word == BYE:
             self._left.add(member.process)
+            self._settle()
         elif word == "failed":
             self._left.add(member.process)
             self._tell(member.process, why)
+        elif word == STOP and self._passed is None:
+            self._passed = {}
+            self._tell_all(STOP)
+        elif word == AT and self._passed is not None:
+            self._passed[member.process] = int(why)
+            self._settle()
+
+    def _settle(self) -> None:
+        """Tells where to stop, once all have told how far they are: at the first place that nobody has passed."""
+        if self._passed and not self._members.keys() - self._left - self._passed.keys():
+            place, self._passed = max(self._passed.values()) + 1, None
+            self._tell_all(f"{UNTIL} {place}")
+
+    def _tell_all(self, text: str) -> None:
+        for process, member in self._members.items():
+            if process not in self._left:
+                member.writer.write(member.sent.sealed(text))
 
     def _lost(self, process: int) -> None:
         """Frees the place of a process that is lost before the job begins; later its loss is told."""

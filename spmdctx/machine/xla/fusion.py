@@ -7,8 +7,8 @@ What XLA does: it fuses chains of element-wise ops into the matrix products and 
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
     data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans
     within 15 %.
-Switch: `Compiler.fuses_into_products`: on GPU and CPU the operands of a product are in memory.
-Priced by: trace.build.build, which marks what is fused; cost.roofline, cost.memory.lives
+Switch: `Compiler.fuses_into_products`: on GPU and CPU operands and results of a product are in memory.
+Priced by: trace.build.build, which marks what is fused on TPU; trace.build.compiled, elsewhere; cost.roofline, cost.memory.lives
 Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
 Checked by: tests/machine/xla/test_fusion.py, tests/cost/memory/test_lives.py, benchmarks/fidelity_plans.py
 """
@@ -38,8 +38,11 @@ CHAINED = frozenset(
 
 _SPREAD = frozenset({"broadcast_in_dim", "convert_element_type"})
 
-_READS_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated", "reduce", "arg", SCAN_EXIT, "dynamic_update_slice")
+_READS_CHAINS = ("reduce", "arg", SCAN_EXIT, "dynamic_update_slice")
 """Prefixes of the names of ops that XLA does not fuse with each other, but that take chains as operands."""
+
+_TAKES_CHAINS = ("dot_general", "ragged_dot_general", "conv_general_dilated")
+"""The same, where `Compiler.fuses_into_products`; elsewhere a library computes them from memory to memory."""
 
 _WIDEST = 52
 """The most slots of an op for which one float64 holds a bit each."""
@@ -52,18 +55,19 @@ Checked by: benchmarks/fidelity_plans.py
 """
 
 
-def in_memory(columns: Columns, kept: Iterable[int]) -> BoolArray:
+def in_memory(columns: Columns, kept: Iterable[int], *, into_products: bool = True) -> BoolArray:
     """Returns for each value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
 
     Args:
         columns: The columns of the step.
         kept: Its inputs and outputs.
+        into_products: `Compiler.fuses_into_products`.
     """
     materialized = np.zeros(columns.num_values + 1, dtype=bool)
     materialized[[value for value in kept if value != LITERAL]] = True
     if not columns.num_ops:
         return materialized
-    readers = _FusedReaders(columns, materialized)
+    readers = _FusedReaders(columns, materialized, _READS_CHAINS + (_TAKES_CHAINS if into_products else ()))
     maker = columns.maker_of
     is_result = maker >= 0
     can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~materialized & readers.passes_on()
@@ -171,12 +175,12 @@ def fused_bits(columns: Columns, fused: BoolArray) -> list[int]:
 class _FusedReaders:
     """The ops that XLA fuses with others, and the readers of each value: their number, the last, and whether one needs it in memory."""
 
-    def __init__(self, columns: Columns, kept: BoolArray) -> None:
+    def __init__(self, columns: Columns, kept: BoolArray, takers: tuple[str, ...]) -> None:
         size = columns.num_values + 1  # the last one stands for literals
         self._columns = columns
         self.scatters = _comparing_scatters(columns)
         self.chained = columns.which(CHAINED.__contains__) | self.scatters
-        self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(_READS_CHAINS))
+        self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(takers))
         readers, read = np.divmod(np.unique(columns.readers * size + columns.read), size)
         self.count = np.bincount(read, minlength=size)
         self.last = np.full(size, -1)

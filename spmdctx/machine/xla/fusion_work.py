@@ -5,14 +5,17 @@ What XLA does: it computes chains of element-wise ops on the way into the matrix
     charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and ignores how the others read it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
     roofline of the scheduled program). If activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
-    (benchmarks/RESULTS.md). GPU and CPU: not measured.
-Switch: none: all backends
-Priced by: trace.build.build, cost.roofline
+    (benchmarks/RESULTS.md). One H200, jax 0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at
+    0.52 to 0.95 of the kernels' time, of six more at 0.26 to 0.80 (0.21 to 0.79 without this). CPU: not measured.
+Switch: `Compiler.fuses_into_products`: if it is False, chains count for each of their readers.
+Priced by: trace.build.build, trace.build.compiled, cost.roofline
 Written or prevented by: nothing
 Checked by: tests/machine/xla/test_fusion_work.py, tests/cost/test_roofline.py, benchmarks/fidelity_plans.py
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -47,23 +50,36 @@ _HIDDEN = 1 / 64
 """The part of its price that is left for arithmetic that hides in a fusion, so that a search still prefers to split it."""
 
 _NOWHERE = -1
+_NO_HOMES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
+
+_MOST_HOMES = 8
+"""The most fusions for which a chain is computed anew, so that chains which lead to very many cost no time to follow."""
 
 
-def fusion_works(columns: Columns, fused: BoolArray) -> list[Work | None]:
-    """Returns `Op.work` of every op; `fused` says for each slot whether `Op.fused` has its bit set."""
-    homes = np.array(_Homes(columns, fused).found, dtype=np.int64)
+def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) -> list[Work | None]:
+    """Returns `Op.work` of every op.
+
+    Args:
+        columns: The columns of the step.
+        fused: For each slot, whether `Op.fused` has its bit set.
+        for_each: Whether each main op to which a chain leads reads and computes the chain anew, and not the first alone.
+    """
+    found_homes = _Homes(columns, fused).found
+    homes = np.array(found_homes, dtype=np.int64)
     at_home, numbers = homes >= 0, np.arange(columns.num_ops)
     mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
-    vector = [vector_flops(kind) for kind in columns.kinds]
+    vector = np.array([vector_flops(kind) for kind in columns.kinds], dtype=np.int64)
+    more = _other_homes(columns, found_homes) if for_each else _NO_HOMES
     arithmetic = np.zeros(columns.num_ops, dtype=np.int64)
-    np.add.at(arithmetic, mains, np.array(vector, dtype=np.int64)[columns.kind_of])
+    np.add.at(arithmetic, mains, vector[columns.kind_of])
+    np.add.at(arithmetic, columns.slot_ops[more[1]], vector[columns.kind_of[more[0]]])
     known: dict[int, Work] = {}
-    inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector]
+    inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector.tolist()]
     found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
     alone = columns.which(_ALONE.__contains__)
     for op in np.flatnonzero(alone & ~at_home).tolist():
         found[op] = None
-    rates = _moved(columns, fused, homes, mains) / np.maximum(1, columns.elements[columns.slot_values])
+    rates = _moved(columns, fused, homes, more) / np.maximum(1, columns.elements[columns.slot_values])
     _add_works(found, np.flatnonzero(~alone & ~at_home), columns.slot_starts, rates, arithmetic)
     return found
 
@@ -75,7 +91,7 @@ def vector_flops(op: Op | Kind) -> int:
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray) -> IntArray:
+def _moved(columns: Columns, fused: BoolArray, homes: IntArray, more: tuple[IntArray, IntArray]) -> IntArray:
     """Returns for each slot the bytes that the ops computed there move, each tensor once per fusion."""
     sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
@@ -84,10 +100,48 @@ def _moved(columns: Columns, fused: BoolArray, homes: IntArray, mains: IntArray)
     sizes = np.where(picks, np.minimum(sizes, written[ops]), sizes)
     places = np.where(homes[ops] >= 0, homes[ops], np.arange(len(ops)))
     in_memory = np.flatnonzero(~fused)
-    _, first = np.unique(mains[ops[in_memory]] * (columns.num_values + 1) + columns.slot_values[in_memory], return_index=True)
+    again, there = _operands_again(columns, fused, more)
+    moving, at = np.concatenate([in_memory, again]), np.concatenate([places[in_memory], there])
+    _, first = np.unique(ops[at] * (columns.num_values + 1) + columns.slot_values[moving], return_index=True)
     moved = np.zeros(len(ops), dtype=np.int64)
-    np.add.at(moved, places[in_memory[first]], sizes[in_memory[first]])
+    np.add.at(moved, at[first], sizes[moving[first]])
     return moved
+
+
+def _operands_again(columns: Columns, fused: BoolArray, more: tuple[IntArray, IntArray]) -> tuple[IntArray, IntArray]:
+    """Returns the slots of operands in memory that other homes read too, and the slots of these homes."""
+    ops, homes = more
+    starts, ends = columns.slot_starts[ops], columns.slot_starts[ops + 1]
+    counts = ends - starts
+    slots = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum()) if len(ops) else ops
+    reads = ~fused[slots] & columns.is_operand[slots]
+    return slots[reads], np.repeat(homes, counts)[reads]
+
+
+def _other_homes(columns: Columns, homes: Sequence[int]) -> tuple[IntArray, IntArray]:
+    """Returns pairs of a chain's op and a slot, of another main op than its first, to which the chain leads, too."""
+    main, starts, repeats = columns.slot_ops.tolist(), columns.slot_starts.tolist(), columns.repeats.tolist()
+    alone = bytearray(columns.which(_ALONE.__contains__))
+    reads: dict[int, list[tuple[int, int]]] = {}  # the readers of each value, with their slots
+    for op, operands in enumerate(columns.operands):
+        for place, value in enumerate(operands):
+            reads.setdefault(value, []).append((op, starts[op] + place))
+    leads: dict[int, dict[int, int]] = {}  # by op, the slot of each main op
+    pairs: list[tuple[int, int]] = []
+    for op in range(columns.num_ops - 1, -1, -1):
+        if homes[op] == _NOWHERE:
+            continue
+        first = main[homes[op]]
+        found = {first: homes[op]}
+        for reader, slot in reads.get(columns.results[op][0], ()) if main[homes[op]] > op else ():
+            own = leads.get(reader, {}) if homes[reader] != _NOWHERE else {} if alone[reader] else {reader: slot}
+            found.update((key, place) for key, place in own.items() if key not in found and repeats[key] == repeats[op])
+            if len(found) > _MOST_HOMES:
+                break
+        leads[op] = found
+        pairs += [(op, slot) for key, slot in found.items() if key != first]
+    ops, slots = zip(*pairs, strict=True) if pairs else ((), ())
+    return np.array(ops, dtype=np.int64), np.array(slots, dtype=np.int64)
 
 
 def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rates: FloatArray, arithmetic: IntArray) -> None:

@@ -30,7 +30,7 @@ class AlikePlanner:
         key = (*_key(captured, settings), is_rough)
         known = self._known.get(key)
         if known is not None:
-            return _renamed(known, captured)
+            return _renamed(known, captured, settings)
         found = self._known[key] = self._planner(captured, settings, is_rough=is_rough)
         return found
 
@@ -47,8 +47,8 @@ def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
     )
 
 
-def _renamed(known: Any, captured: Captured) -> Planned:
-    program, plan = captured.built(), known.plan
+def _renamed(known: Any, captured: Captured, settings: Settings) -> Planned:
+    program, plan = captured.built_for(settings.topology.compiler), known.plan
     inputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.inputs, captured.inputs, strict=True))
     outputs = tuple(row._replace(path=leaf.path) for row, leaf in zip(plan.outputs, captured.outputs, strict=True))
     table = OpTable.of(program.graph, known.assignment)

@@ -67,7 +67,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
     """
     start = time.perf_counter()
     with no_garbage_collection():
-        program = captured.built()
+        program = captured.built_for(settings.topology.compiler)
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
@@ -151,7 +151,7 @@ def _priced(program: Program, assigned: Assigned, context: AutoParallelContext, 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
     """Adds to a plan of auto_parallel the lower bound that dynamic programming proves."""
     with no_garbage_collection():
-        program = captured.built()
+        program = captured.built_for(settings.topology.compiler)
         options = DynamicOptions(limits=AlgoLimits.of(settings.context.algo), max_axes=settings.max_mesh_axes)
         request = request_of(program, captured, settings)
         step, mesh, machine = step_of(program, captured), plan.logical_mesh, settings.topology

@@ -80,7 +80,7 @@ def planned_as_saved(captured: Captured, settings: Settings, found: Plan, where:
         PlanMismatchError: the plan is for another program, mesh, machine or context.
     """
     start = time.perf_counter()
-    program = captured.built()
+    program = captured.built_for(settings.topology.compiler)
     wanted = _wanted(settings)
     check_plan(found, replace(wanted, memory_bytes=None), program.graph, where)
     here = priced_here(found, program, captured, settings)

@@ -17,7 +17,9 @@ import jax.extend.core as jexc
 from spmdctx._compat import entered_mesh, without_high_primitives
 from spmdctx.errors import UnsupportedError, message
 from spmdctx.ir.graph import Role
+from spmdctx.machine.topology import Compiler
 from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.compiled import as_compiled
 from spmdctx.trace.build.jaxprs.constants import without_constants
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.build.program import Program
@@ -111,6 +113,10 @@ class Captured:
     def built(self) -> Program:
         """Returns the program with its graph, which is built once if something has looked at it before it is planned."""
         return self.program or build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried)
+
+    def built_for(self, compiler: Compiler) -> Program:
+        """Returns the program as the compiler of a machine fuses it."""
+        return as_compiled(self.built(), compiler)
 
     def without_batch(self, demoted: Collection[int]) -> Captured:
         """Returns the same step, of whose inputs those `demoted` are plain arguments and not the batch."""

@@ -1,0 +1,1 @@
+"""The objects that the operators JobSet, Kubeflow Trainer and KubeRay run."""

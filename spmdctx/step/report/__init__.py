@@ -1,0 +1,1 @@
+"""What calls of a step took, beside what its plan foretold."""

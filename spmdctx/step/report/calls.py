@@ -1,0 +1,65 @@
+"""When a step was called: the first call, which compiles, and those after it."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+_MOST_CALLS = 1024
+_WAITED = 0.5
+"""A report that waits for more than this part of a usual interval finds a queue: the calls had not waited for their steps."""
+
+
+class Calls:
+    """The calls of a step with one set of shapes.
+
+    Attributes:
+        entry: What they ran.
+        count: How many there were.
+        first_s: The seconds of the first: planning, if nothing else asked for it, compilation and the step's start.
+    """
+
+    def __init__(self, entry: Any) -> None:
+        self.entry = entry
+        self.count = 0
+        self.first_s = 0.0
+        self._starts: deque[float] = deque(maxlen=_MOST_CALLS)
+
+    def note(self, start: float) -> None:
+        """Counts a call that began at `start`, of `time.perf_counter`, and has just returned."""
+        self.count += 1
+        if self.count == 1:
+            self.first_s = time.perf_counter() - start
+        else:
+            self._starts.append(start)
+
+    def step_s(self, devices: Sequence[Any]) -> float | None:
+        """Returns the seconds of a step, None before the third call.
+
+        These are the median of the intervals between calls. If steps are still queued on the devices, this waits for them, and returns the
+        mean from the second call to the end. A loop that does other things between its calls counts them.
+        """
+        starts = list(self._starts)
+        asked = time.perf_counter()
+        _drain(devices)
+        ended = time.perf_counter()
+        if len(starts) < 2:
+            return None
+        interval = statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
+        if ended - asked > max(_WAITED * interval, 1e-3):
+            return (ended - starts[0]) / len(starts)
+        return interval
+
+
+def _drain(devices: Sequence[Any]) -> None:
+    """Waits until each device has run what was queued before."""
+    for device in devices:
+        jax.block_until_ready(jax.device_put(jnp.zeros(()), device) + 1)
+    jax.effects_barrier()

@@ -1,0 +1,166 @@
+"""What calls of a step took, beside its plan."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdctx
+from spmdctx.machine.presets import PRESETS, rated_flops_per_s
+from spmdctx.machine.topology import Topology
+from spmdctx.step.report import calls as calls_module
+from spmdctx.step.report.calls import Calls
+
+WIDTH, ROWS = 64, 16
+
+
+def loss(w, x, y):
+    return jnp.mean((jnp.tanh(x @ w) - y) ** 2)
+
+
+def train(w, batch):
+    value, gradient = jax.value_and_grad(loss)(w, batch["x"], batch["y"])
+    return w - 0.1 * gradient, value
+
+
+def batch_of(rows=ROWS):
+    return {"x": np.ones((rows, WIDTH), np.float32), "y": np.zeros((rows, WIDTH), np.float32)}
+
+
+def ran(times, mode="data_parallel", rows=ROWS, fn=train, **options):
+    step = spmdctx.parallel(fn, parallel_mode=mode, **options)
+    w = jnp.ones((WIDTH, WIDTH))
+    for _ in range(times):
+        w, value = step(w, batch_of(rows))
+        value.block_until_ready()
+    return step
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still; `now[0]` is its time."""
+    now = [0.0]
+    monkeypatch.setattr(calls_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def called(clock, starts):
+    calls = Calls(None)
+    for start in starts:
+        clock[0] = start + 0.25
+        calls.note(start)
+    return calls
+
+
+def test_the_first_call_is_apart(clock):
+    calls = called(clock, [0.0, 10.0, 11.0, 12.0])
+    assert (calls.count, calls.first_s, calls.step_s(())) == (4, 0.25, 1.0)
+
+
+def test_a_long_pause_between_calls_is_no_step(clock):
+    assert called(clock, [0.0, 1.0, 2.0, 3.0, 63.0, 64.0]).step_s(()) == 1.0
+
+
+@pytest.mark.parametrize("starts", [[], [0.0], [0.0, 1.0]])
+def test_steps_are_timed_from_the_third_call(clock, starts):
+    assert called(clock, starts).step_s(()) is None
+
+
+def test_steps_that_are_queued_are_waited_for(clock, monkeypatch):
+    def drain(_devices):
+        clock[0] += 39.0
+
+    monkeypatch.setattr(calls_module, "_drain", drain)
+    calls = called(clock, [0.0, 10.0, 10.25, 10.5, 10.75])
+    assert calls.step_s(()) == (11.0 + 39.0 - 10.0) / 4
+
+
+def test_a_step_that_was_not_called_has_no_report():
+    with pytest.raises(spmdctx.PlanError, match="not called"):
+        spmdctx.parallel(train, parallel_mode="data_parallel").report()
+
+
+def test_a_plan_alone_is_no_call():
+    step = spmdctx.parallel(train, parallel_mode="data_parallel")
+    step.plan(jnp.ones((WIDTH, WIDTH)), batch_of())
+    with pytest.raises(spmdctx.PlanError, match="not called"):
+        step.report()
+
+
+@pytest.mark.parametrize(("mode", "devices"), [("stand_alone", 1), ("data_parallel", 8), ("auto_parallel", 8)])
+def test_figures_stand_beside_the_plan(mode, devices):
+    step = ran(4, mode)
+    found, plan = step.report(), step.plan(jnp.ones((WIDTH, WIDTH)), batch_of())
+    assert (found.num_calls, found.num_devices, found.name) == (4, devices, "train")
+    assert (found.planned_step_s, found.planned_peak_bytes) == (plan.cost.total_s, plan.cost.memory_bytes)
+    # The product and the weight's gradient; nothing needs the gradient of x.
+    assert found.flops == 2 * 2 * ROWS * WIDTH * WIDTH
+    assert found.flops_per_s == pytest.approx(found.flops / found.step_s / devices)
+    assert found.samples_per_s == pytest.approx(ROWS / found.step_s)
+    assert found.step_ratio == pytest.approx(plan.cost.total_s / found.step_s)
+    assert (found.utilization, found.tokens_per_s) == (None, None)
+
+
+def test_products_inside_of_a_loss_of_each_device_are_counted():
+    def local(w, batch):
+        value, gradient = spmdctx.value_and_grad(loss)(w, batch["x"], batch["y"])
+        return w - 0.1 * gradient, value
+
+    assert ran(3, fn=local, gradients_mean=True).report().flops == 2 * 2 * ROWS * WIDTH * WIDTH
+
+
+def test_other_shapes_are_counted_anew():
+    step = ran(3)
+    step(jnp.ones((WIDTH, WIDTH)), batch_of(2 * ROWS))
+    assert step.report().num_calls == 1
+    assert step.report().step_s is None
+
+
+def test_tokens_are_counted_of_batches_of_whole_numbers():
+    def read(table, tokens):
+        return table[tokens].sum()
+
+    step = spmdctx.parallel(read, parallel_mode="data_parallel", batch_argnums=(1,))
+    for _ in range(3):
+        step(jnp.ones((32, 8)), np.zeros((16, 24), np.int32)).block_until_ready()
+    found = step.report()
+    assert found.tokens_per_s == pytest.approx(24 * found.samples_per_s)
+
+
+def test_a_pipeline_reports_its_own_plan():
+    def layered(weights, batch):
+        def of(weights, x, y):
+            for w in weights:
+                x = jnp.tanh(x @ w)
+            return jnp.mean((x - y) ** 2)
+
+        value, gradients = spmdctx.value_and_grad(of)(weights, batch["x"], batch["y"])
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients), value
+
+    options = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "grad_accumulation_step": 2}
+    step = spmdctx.parallel(layered, **options)
+    weights = [jnp.ones((WIDTH, WIDTH))] * 4
+    for _ in range(3):
+        weights, value = step(weights, batch_of())
+        value.block_until_ready()
+    found = step.report()
+    assert found.planned_step_s == step.plan(weights, batch_of()).step_s
+    assert found.flops == (4 + 3 + 4) * 2 * ROWS * WIDTH * WIDTH
+
+
+def test_a_report_is_plain_data_and_a_table():
+    found = ran(3).report()
+    data = json.loads(json.dumps(found.to_dict()))
+    assert data["schema"] == 1
+    assert data["step_s"] == found.step_s
+    assert "planned / measured" in str(found)
+    assert "not measured" in str(found)
+
+
+@pytest.mark.parametrize(("device", "rate"), [("h100", 989e12), ("h200-measured", 989e12), ("tpu-v5p", 459e12), ("cpu", None)])
+def test_the_data_sheet_is_what_utilization_refers_to(device, rate):
+    machine = PRESETS[device.removesuffix("-measured")]
+    fields = {name: getattr(machine, name) for name in machine.__dataclass_fields__}
+    assert rated_flops_per_s(Topology(**{**fields, "device": device, "peak_flops_per_s": 1.0})) == rate
