@@ -62,8 +62,13 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
     """
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
     compiler = topology.compiler
-    fuses, delays = compiler.fuses_into_products, compiler.delays_gradients
-    memory = step_memory(graph, body.scopes, is_split=False, fuses_into_products=fuses, delays_gradients=delays)
+    memory = step_memory(
+        *(graph, body.scopes),
+        is_split=False,
+        fuses_into_products=compiler.fuses_into_products,
+        delays_gradients=compiler.delays_gradients,
+        fuses_rows=compiler.fuses_rows,
+    )
     reads = {read.value: read for read in memory.reads}
     for position, value in enumerate(graph.inputs):
         known = graph.values[value]

@@ -18,12 +18,11 @@ __all__ = ["Step", "bill_of"]
 def bill_of(step: Step, assignment: Assignment, mesh: LogicalMesh, topology: Topology, directives: Directives | None = None) -> Bill:
     """Returns the bill of an assignment, without the collectives that the user wrote.
 
-    It keeps the last bill, because the planner needs the one that the search made. So callers may pass only those `directives` that
+    It keeps the last bills, because the planner needs one that the search made. So callers may pass only those `directives` that
     `price` would find by itself.
     """
-    memo = step.last_bill
-    if memo.get("assignment") is not assignment or memo["for"] != (mesh, topology):
-        made = price(step, assignment, mesh, topology, directives)
-        memo.update({"assignment": assignment, "for": (mesh, topology), "bill": made})
-    bill: Bill = memo["bill"]
+    bill: Bill | None = next((own for known, *of, own in step.last_bills if known is assignment and of == [mesh, topology]), None)
+    if bill is None:
+        bill = price(step, assignment, mesh, topology, directives)
+        step.last_bills.append((assignment, mesh, topology, bill))
     return replace(bill, collectives=[*bill.collectives], shares=[*bill.shares], moves=[*bill.moves])

@@ -173,7 +173,8 @@ class Graph:
     """A traced step. Every value has at most one producing op; ops are in execution order.
 
     `ties` are pairs of values that must have one sharding (loop carries, carried training state). `origins` is indexed by
-    op id and may compute its entries when asked. `accumulators` are sums that several runs of the program complete.
+    op id and may compute its entries when asked. `accumulators` are sums that several runs of the program complete. `body` is a
+    fingerprint that leaves out the names of inputs.
     """
 
     values: tuple[Value, ...]
@@ -185,6 +186,7 @@ class Graph:
     fingerprint: str
     notes: tuple[str, ...] = ()
     accumulators: tuple[Accumulator, ...] = ()
+    body: str = ""
 
     @cached_property
     def producers(self) -> dict[int, int]:

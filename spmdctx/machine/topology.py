@@ -70,6 +70,11 @@ class Compiler:
         """Makes the gradients of weights last, but for barriers behind recomputed regions (`machine.xla.memory.late_gradients`)."""
         return self.keeps_barriers and not self.runs_barriers_in_order
 
+    @property
+    def fuses_rows(self) -> bool:
+        """Fuses the reduction of a row with what reads both, and writes the result beside the row (`machine.xla.memory.row_fusions`)."""
+        return self.keeps_barriers and not self.runs_barriers_in_order
+
 
 _BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))
 

@@ -53,7 +53,8 @@ class Shared:
 class SearchOptions:
     """The options of a search. `search_mode` is empty where the mode leaves nothing to search.
 
-    A search that `is_brief` works less on proofs, and its errors name no budget and no number of devices that are enough. With `shared`, it
+    A search that `is_rough` only tells how plans compare. One that `is_brief` works less on proofs, and its errors name no budget and no
+    number of devices that are enough. With `shared`, it
     shares its work with others.
     """
 
@@ -64,6 +65,7 @@ class SearchOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     mem_coeff: float = DEFAULT_MEM_COEFF
     is_brief: bool = False
+    is_rough: bool = False
     shared: Shared | None = None
 
 
@@ -165,7 +167,9 @@ def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Searches within the user's budget, or within the device's memory as far as that is possible."""
     shared = options.shared or Shared()
-    asked = DynamicOptions(options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.is_brief)
+    asked = DynamicOptions(
+        options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.is_brief, is_rough=options.is_rough
+    )
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
 
     def budgets_of(wanted: Request) -> Budgets:

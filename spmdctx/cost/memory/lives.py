@@ -12,7 +12,7 @@ carries its state in place. An element-wise op writes over an operand that nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
+from spmdctx.machine.xla.memory.row_fusions import read_with_their_rows
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
 
@@ -107,6 +108,7 @@ def step_memory(
     is_split: bool = True,
     fuses_into_products: bool = True,
     delays_gradients: bool = False,
+    fuses_rows: bool = False,
 ) -> StepMemory:
     """Returns everything known of a step's memory before its shardings are.
 
@@ -117,13 +119,14 @@ def step_memory(
         is_split: whether there is more than one device.
         fuses_into_products: `Compiler.fuses_into_products`.
         delays_gradients: `Compiler.delays_gradients`.
+        fuses_rows: `Compiler.fuses_rows`.
     """
-    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients)
+    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients, fuses_rows)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
         waits = waits_in_regions(graph, scopes, is_split=is_split) if delays_gradients else {}
         runs = order(graph, is_split, waits)
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find()
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(fuses_rows=fuses_rows)
     return known
 
 
@@ -216,8 +219,9 @@ class _Liveness:
         self.runs = runs
         self.times = list(self.runs)
 
-    def find(self) -> StepMemory:
+    def find(self, *, fuses_rows: bool) -> StepMemory:
         graph = self.graph
+        apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         self._find_ends()
         last = max(len(graph.ops) - 1, 0)
         reused = {self.carried[value] for value in self.donated if self._becomes(value)}
@@ -225,7 +229,7 @@ class _Liveness:
             self.end[value] = last
         firsts = first_runs(graph, self.materialized, self.runs)
         reads = self._reads(firsts)
-        self._write_in_place()
+        self._write_in_place(apart)
         found = [ValueLife(value, 0, last) for value in self.given]
         in_carries: list[ValueLife] = []
         makers, made = ends(graph).results
@@ -343,8 +347,8 @@ class _Liveness:
         if op.primitive in CARRYING and value != LITERAL:
             self.end[value] = max(self.end[value], self.loops.last[op.id])
 
-    def _write_in_place(self) -> None:
-        """Ends the life of an operand one op earlier where a result of its kind takes its memory."""
+    def _write_in_place(self, apart: Mapping[int, frozenset[int]]) -> None:
+        """Ends the life of an operand one op earlier where a result of its kind takes its memory, unless the op writes it `apart`."""
         materialized, end, runs = self.materialized, self.end, self.runs
         kinds = self._kinds()
         # For each value, the value in memory whose place a result of the same kind would take.
@@ -352,7 +356,7 @@ class _Liveness:
         done = -1
         for index, operand, result in self._of_one_kind(kinds):
             root = roots[operand]
-            if index == done or not materialized[root]:
+            if index == done or not materialized[root] or root in apart.get(index, ()):
                 continue
             if not materialized[result]:
                 roots[result], done = root, index

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,9 @@ from spmdctx.ir.projection import local_bytes
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.machine.topology import Topology
 
+_KEPT_BILLS = 3
+"""A search prices up to two assignments for a plan, asks for the peak of one, and the planner wants that bill once more."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -23,7 +27,7 @@ class Step:
     scopes: tuple[int, ...]
     from_literals: frozenset[int]
     donated: frozenset[int] = frozenset()
-    last_bill: dict[str, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
+    last_bills: deque[Any] = field(default_factory=lambda: deque(maxlen=_KEPT_BILLS), init=False, compare=False, repr=False)
     """The memo of `cost.step.bill_of`."""
 
 

@@ -27,11 +27,14 @@ class MemoryCount:
 
     def __init__(self, assigned: Assigned, directives: Directives, stored_as: IntArray) -> None:
         step, topology = assigned.step, assigned.topology
-        is_split, fuses = assigned.mesh.num_devices > 1, topology.compiler.fuses_into_products
+        is_split, compiler = assigned.mesh.num_devices > 1, topology.compiler
         self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
-        delays = topology.compiler.delays_gradients
         self._memory = step_memory(
-            step.graph, step.scopes, step.donated, is_split=is_split, fuses_into_products=fuses, delays_gradients=delays
+            *(step.graph, step.scopes, step.donated),
+            is_split=is_split,
+            fuses_into_products=compiler.fuses_into_products,
+            delays_gradients=compiler.delays_gradients,
+            fuses_rows=compiler.fuses_rows,
         )
         self._terminal = overlap_candidates(step.graph).terminal
         self._reduced: set[int] = set()

@@ -60,9 +60,9 @@ def order(graph: Graph, is_split: bool = True, waits: Mapping[int, int] = Mappin
     makers, made = ends(graph).results
     times[made] = makers
     made_at = times.tolist()
-    movable = terminal.copy()
+    movable = terminal & (executions(graph) <= 1)
     movable[list(waits)] = True
-    for index in np.flatnonzero(movable & ~_boundaries(graph) & (executions(graph) <= 1)).tolist():
+    for index in np.flatnonzero(movable & ~_boundaries(graph)).tolist():
         op = graph.ops[index]
         at = 0
         for value in op.operands:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from spmdctx.gradients.reduce import is_low_precision
 from spmdctx.pipeline.cut.chunks import Chunk
 from spmdctx.pipeline.cut.tangents import has_cotangent
+from spmdctx.pipeline.programs.joint import joint_program
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram, slots
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.trace.build.jaxprs.equations import struct_of
@@ -43,6 +45,11 @@ class Passes:
         self._sources: list[int | None] = []
         self.forward = self._forward()
         self.backward = self._backward()
+
+    @cached_property
+    def joint(self) -> TaskProgram:
+        """Both passes of a micro-batch as one program, by which a search sees what they cost together."""
+        return joint_program(self.forward, self.backward)
 
     def _is_differentiated(self, slot: Slot, differentiated: frozenset[int]) -> bool:
         if slot.holds is Holds.LEAF:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -40,13 +41,15 @@ class Slot(NamedTuple):
     number: int
 
 
-class TaskProgram(NamedTuple):
-    """The flat program of one kind of task of a chunk."""
+@dataclass(frozen=True, eq=False)
+class TaskProgram:
+    """The flat program of one kind of task of a chunk; `built` keeps what was built from it, by the names and roles of its operands."""
 
     kind: Kind
     jaxpr: jexc.ClosedJaxpr
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    built: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def avals(self) -> dict[Slot, Any]:

@@ -21,8 +21,9 @@ from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import REDUCTION, Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
-from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
 from spmdctx.trace.build.program import Program
+from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text
 
@@ -41,13 +42,18 @@ class PipelinePlanner:
         self._planner = AlikePlanner(planner)
         self._begun: dict[tuple[int, int, bool], tuple[tuple[int, ...], LogicalMesh | None]] = {}
 
+    @no_garbage_collection()
     def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
         """Plans one number of stages and one schedule; see `plan_pipeline`."""
+        free = replace(settings, memory_bytes=None)
         room = settings.memory_bytes or settings.topology.memory_bytes
         is_binding = settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel"
-        staging, stages, found = reduced_once(
-            lambda may_wait: self._planned(settings, num_chunks, schedule_of, may_wait, room), room, is_binding=is_binding
-        )
+
+        def planned(may_wait: bool, like: Chosen | None) -> Chosen:
+            planner = self._planner if like is None else self._planner.roughly
+            return self._planned(Staging(self._loss, free, num_chunks, schedule_of, planner, holds=may_wait), like, room)
+
+        staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
         if is_binding:
             stages, found = _within(staging, stages, found, room)
         found.notes += [*reduction_notes(found), *stacked_notes(found)]
@@ -56,17 +62,15 @@ class PipelinePlanner:
             found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))
         return found
 
-    def _planned(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, holds: bool, room: int) -> Chosen:
-        """Plans with gradients that may wait for the last micro-batch to be reduced, or without."""
-        free = replace(settings, memory_bytes=None)
-        staging = Staging(self._loss, free, num_chunks, schedule_of, self._planner, holds=holds)
+    def _planned(self, staging: Staging, like: Chosen | None, room: int) -> Chosen:
         # Another schedule of as many chunks has moved the cuts, and found a mesh.
-        known = (num_chunks, staging.settings.num_devices, holds)
-        if known not in self._begun:
+        known = (staging.num_chunks, staging.settings.num_devices, staging.holds)
+        begun = self._begun.get(known) if like is None else (like.stages.places, like.found.mesh)
+        if begun is None:
             stages = balanced(staging)
             self._begun[known] = stages.places, staging.settings.mesh
         else:
-            places, mesh = self._begun[known]
+            places, mesh = begun
             staging.settings = replace(staging.settings, mesh=mesh)
             stages = staging.plan(places)
         return Chosen(staging, stages, best_completed(staging, stages, room))
@@ -118,7 +122,7 @@ def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData,
     staging = Staging(cut_loss(step, settings), free, schedule.num_chunks, lambda *_: schedule, planner, holds)
     staging.check(plan.cuts, where)
     staging.settings = replace(staging.settings, mesh=plan.logical_mesh)
-    found = completed(staging, staging.plan(plan.cuts))
+    found = completed(staging, surrounded(staging.plan(plan.cuts)))
     found.notes += plan.notes
     return found
 

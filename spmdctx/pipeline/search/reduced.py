@@ -8,7 +8,7 @@ from typing import NamedTuple
 from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.sizes import device_bytes
 from spmdctx.pipeline.stages.staging import Stages, Staging
-from spmdctx.pipeline.stages.whole import PlannedPipeline, completed
+from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
 from spmdctx.wording import bytes_text, counted, seconds_text
 
 IN_TURNS = "Gradients are reduced in every micro-batch, not once per step: sums that wait do not fit in the memory."
@@ -22,19 +22,21 @@ class Chosen(NamedTuple):
     found: PlannedPipeline
 
 
-def reduced_once(plan: Callable[[bool], Chosen], room: int, *, is_binding: bool) -> Chosen:
+def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], room: int, *, is_binding: bool) -> Chosen:
     """Returns the plan whose gradients wait where that is worthwhile; if it does not fit, the one that reduces them in every micro-batch.
 
     Args:
-        plan: plans with gradients that may wait, or without.
+        plan: plans with gradients that may wait, or without; given another plan, roughly, with its cuts and mesh.
         room: bytes of a device.
         is_binding: whether a plan that does not fit is of no use.
     """
-    once = plan(True)
+    once = plan(True, None)
     peak = _peak(once.found)
     if peak <= room or not once.found.reductions or not (is_binding or _may_fit(once.found, room)):
         return once
-    in_turns = plan(False)
+    if not is_binding and _peak(plan(False, once).found) >= peak:
+        return once
+    in_turns = plan(False, None)
     if _peak(in_turns.found) >= peak:
         return once
     in_turns.found.notes.append(IN_TURNS)
@@ -46,11 +48,12 @@ def best_completed(staging: Staging, stages: Stages, room: int) -> PlannedPipeli
 
     Only where splits are searched, or the parallel optimizer splits what reads gradients, are both tried.
     """
-    found = completed(staging, stages)
+    own = surrounded(stages)
+    found = completed(staging, own)
     context = staging.settings.context
     if not found.reductions or not (context.parallel_mode == "auto_parallel" or context.enable_parallel_optimizer):
         return found
-    return min(found, completed(staging, stages, scatters=True), key=lambda own: _rank(own, room))
+    return min(found, completed(staging, own, scatters=True), key=lambda one: _rank(one, room))
 
 
 def _rank(found: PlannedPipeline, room: int) -> tuple[int, float]:

@@ -18,25 +18,30 @@ class AlikePlanner:
         self._planner = planner
         self._known: dict[Any, Planned] = {}
 
-    def __call__(self, captured: Captured, settings: Settings) -> Planned:
+    def roughly(self, captured: Captured, settings: Settings, *, is_rough: bool = True) -> Planned:
+        """Plans a program only to tell how plans compare."""
+        return self(captured, settings, is_rough=True)
+
+    def __call__(self, captured: Captured, settings: Settings, *, is_rough: bool = False) -> Planned:
         """Plans a program, or gives the plan of one that is alike, with the names of this one."""
         if settings.layerwise_parallel:
             # Those go by the names of parameters.
-            return self._planner(captured, settings)
-        key = _key(captured, settings)
+            return self._planner(captured, settings, is_rough=is_rough)
+        key = (*_key(captured, settings), is_rough)
         known = self._known.get(key)
         if known is not None:
             return _renamed(known, captured, settings)
-        found = self._known[key] = self._planner(captured, settings)
+        found = self._known[key] = self._planner(captured, settings, is_rough=is_rough)
         return found
 
 
 def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
     inputs = tuple((leaf.role, leaf.donated, leaf.metadata) for leaf in captured.inputs)
     outputs = tuple(leaf.carried_from for leaf in captured.outputs)
-    pins = repr((captured.program.user_pins, captured.program.graph.accumulators)) if captured.program is not None else ""
+    program = captured.built()
+    pins = repr((program.user_pins, program.graph.accumulators))
     return (
-        *(str(captured.jaxpr), inputs, outputs, captured.mesh_axes, pins),
+        *(program.graph.body, inputs, outputs, captured.mesh_axes, pins),
         *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology),
         *(settings.context.dataset_strategy, settings.context.parallel_mode),
     )

@@ -84,7 +84,12 @@ class Outcome(NamedTuple):
 
 
 def captured_program(
-    name: str, jaxpr: jexc.ClosedJaxpr, mesh: LogicalMesh | None, operands: Sequence[Operand], results: Sequence[Outcome]
+    name: str,
+    jaxpr: jexc.ClosedJaxpr,
+    mesh: LogicalMesh | None,
+    operands: Sequence[Operand],
+    results: Sequence[Outcome],
+    known: dict[Any, Program] | None = None,
 ) -> Captured:
     """Returns a flat program as a captured step.
 
@@ -94,6 +99,7 @@ def captured_program(
         mesh: the one that the pins are written for; None if there are none.
         operands: one for each.
         results: one for each.
+        known: what was built from the program, by the names and roles of its operands; what is built here is added.
     """
     axes = () if mesh is None else mesh.axes
     inputs = tuple(
@@ -113,7 +119,9 @@ def captured_program(
     )
     structure = PureFlattening((tuple(jaxpr.in_avals), {})).structure(range(len(outputs)))
     captured = Captured(name, jaxpr, inputs, outputs, structure, 0.0, mesh_axes=axes, is_part=True)
-    built = build(jaxpr, [Argument(own.path, own.role) for own in operands], captured.carried)
+    arguments, known = [Argument(own.path, own.role) for own in operands], {} if known is None else known
+    key = (*arguments, *captured.carried)
+    built = known[key] if key in known else known.setdefault(key, build(jaxpr, arguments, captured.carried))
     own = [
         UserPin(value, axes, result.pin)
         for result, value in zip(results, built.graph.outputs, strict=True)
@@ -150,7 +158,7 @@ def captured_task(
     sums = {slot: index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM}
     operands = [_operand(slot, leaves, pins.get(slot), sum_role) for slot in program.inputs]
     results = [Outcome(f"{slot.holds} {slot.number}", pins.get(slot), sums.get(slot)) for slot in program.outputs]
-    captured = captured_program(name, program.jaxpr, mesh, operands, results)
+    captured = captured_program(name, program.jaxpr, mesh, operands, results, program.built)
     return captured if runs == 1 else replace(captured, program=_accumulating(captured.built(), program, runs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -13,7 +13,6 @@ from spmdctx.ir.analysis.loop_sums import reduced_dtype
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, TensorSharding
-from spmdctx.pipeline.programs.joint import joint_program
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.reduction import HeldSum, reduction_program
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
@@ -49,7 +48,12 @@ class Planned(Protocol):
         """What the program says besides shardings."""
 
 
-Planner = Callable[[Captured, Settings], Planned]
+class Planner(Protocol):
+    """Plans a captured program; if `is_rough`, only to tell how plans compare."""
+
+    def __call__(self, captured: Captured, settings: Settings, /, *, is_rough: bool = False) -> Planned:
+        """Returns the plan."""
+
 
 REDUCTION = "reduce"
 """The first letters of the names of programs that complete gradients after the last micro-batch."""
@@ -121,9 +125,10 @@ class ChunkPlanner:
             chunks: the passes of each.
             twins: for leaves that are split as others, with their gradients, these other ones, which an earlier chunk reads.
         """
-        joints = [joint_program(own.forward, own.backward) for own in chunks]
+        joints = [own.joint for own in chunks]
         if self._settings.mesh is None:
-            middle = self._planned("pipeline_mesh", joints[len(joints) // 2], {})
+            # Only the mesh of this plan is kept.
+            middle = self._planned("pipeline_mesh", joints[len(joints) // 2], {}, is_rough=True)
             self._settings = replace(self._settings, mesh=middle.planned.mesh)
         found: list[PlannedChunk] = []
         shared: dict[Slot, TensorSharding] = {}
@@ -152,14 +157,14 @@ class ChunkPlanner:
             pins.update({slot: dims for slot, dims in task.shardings.items() if slot.holds is Holds.LINK})
         return PlannedChunk(passes, joint, tasks)
 
-    def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
+    def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], *, is_rough: bool = False) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
         captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._runs, self._sum_role)
         batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
         # What is decided, or comes from another chunk, needs no entry.
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
         entries = [self._leaves[slot.number].strategy if free else None for slot, free in zip(batch, is_free, strict=True)]
-        return PlannedTask(program, self._planner(captured, with_entries(self._settings, entries)), name)
+        return PlannedTask(program, self._planner(captured, with_entries(self._settings, entries), is_rough=is_rough), name)
 
 
 def _as_twins(own: TaskProgram, twins: Mapping[int, int], chunks: Sequence[PlannedChunk]) -> dict[Slot, TensorSharding]:

@@ -154,7 +154,7 @@ class Staging:
         self.loss, self.planner, self.given = loss, planner, settings
         self.parts, self.holds = (num_chunks, schedule_of, planner, holds), holds
         self._runs = loss.step.loss.num_micro if holds and not settings.context.fuses_by_index else 1
-        self._num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
+        self.num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
         even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
         self._stage_of = schedule_of(even, self._num_micro).stage_of
         self._first = self.cut(self.estimates)
@@ -185,7 +185,7 @@ class Staging:
         Several chunks of a stage never use what it keeps, which are neighbours.
         """
         line = self.loss.line
-        count, lengths = self._num_chunks, [eqn.params["length"] for eqn in line.scans]
+        count, lengths = self.num_chunks, [eqn.params["length"] for eqn in line.scans]
         if not lengths or max(lengths) % count or self.loss.marks or max(self._stage_of) + 1 < count:
             return None
         scan, share = lengths.index(max(lengths)), max(lengths) // count
@@ -205,17 +205,17 @@ class Staging:
             seconds: of each equation.
             largest: the most seconds that a chunk may take.
         """
-        return even_cuts(seconds, self.loss.line.crossing, self._num_chunks, self._ranges(seconds), largest)
+        return even_cuts(seconds, self.loss.line.crossing, self.num_chunks, self._ranges(seconds), largest)
 
     def _ranges(self, seconds: Sequence[float]) -> Sequence[Range] | None:
         return pinned_ranges(self.loss.line.eqns, dict(self.loss.marks), self._stage_of, seconds, self.loss.step.loss.where)
 
     def _cuts(self, seconds: Sequence[float]) -> Cuts:
         line, where = self.loss.line, self.loss.step.loss.where
-        found = choose_cuts(seconds, line.crossing, self._num_chunks, self._ranges(seconds))
+        found = choose_cuts(seconds, line.crossing, self.num_chunks, self._ranges(seconds))
         if found is None:
             raise UnsupportedError(
-                f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {self._num_chunks} chunks.",
+                f"The loss has {len(line.eqns)} equations that can be cut, which is too few for {self.num_chunks} chunks.",
                 where=where,
                 fix="use fewer pipeline stages, or fewer marks of stages" if self.loss.marks else "use fewer pipeline stages",
             )
@@ -228,7 +228,7 @@ class Staging:
             PlanMismatchError: they do not fit on the line.
         """
         count = len(self.loss.seconds)
-        if len(places) != self._num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *places, count - 1))):
+        if len(places) != self.num_chunks - 1 or any(first >= last for first, last in pairwise((-1, *places, count - 1))):
             raise PlanMismatchError(
                 "The plan was made for another program: its cuts do not fit the loss.",
                 where=where,
@@ -242,7 +242,7 @@ class Staging:
         own, chunks, passes, stacks, known = self.loss.divided(tuple(places))
         num_stages = max(self._stage_of) + 1
         kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
-        key = (self._splits, self._runs, self.settings)
+        key = (self._splits, self._runs, self.settings, self.planner)
         if key not in known:
             planner = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits, runs=self._runs)
             known[key] = planner.plan(passes, twins_of(stacks))

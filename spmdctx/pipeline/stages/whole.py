@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
@@ -101,20 +101,23 @@ def _round_s(programs: Sequence[PlannedProgram]) -> float:
     return sum(map(max, seconds.values()))
 
 
-def completed(staging: Staging, stages: Stages, *, scatters: bool = False) -> PlannedPipeline:
-    """Plans what a step does around its loss, whose stages are planned.
+class Surrounded(NamedTuple):
+    """Planned stages, and the programs of each round around their loss, which are not planned."""
 
-    Args:
-        staging: what planned them.
-        stages: the stages.
-        scatters: whether devices get a part each of gradients that wait for the last micro-batch to be reduced; else they get all.
+    stages: Stages
+    placement: Placement
+    rounds: list[list[Program]]
+    notes: list[str]
+
+
+def surrounded(stages: Stages) -> Surrounded:
+    """Finds out what each stage does around the loss.
 
     Raises:
         UnsupportedError: what follows the loss mixes arrays that stages share by layers with others.
     """
-    step, around = stages.loss.step, stages.loss.around
+    step, around, stacks = stages.loss.step, stages.loss.around, stages.stacks
     notes = []
-    stacks = stages.stacks
     try:
         placement = _placement(step, around, stages)
     except UnsupportedError as error:
@@ -123,7 +126,19 @@ def completed(staging: Staging, stages: Stages, *, scatters: bool = False) -> Pl
         stages = replace(stages, stacks=[together(stack) for stack in stacks])
         placement = _placement(step, around, stages)
         notes.append(f"Stages cannot share stacked parameters by layers here: {error.args[0].splitlines()[0]}")
-    mesh = stages.planned[0].mesh
+    return Surrounded(stages, placement, programs_of(around, placement, stages.schedule.num_stages), notes)
+
+
+def completed(staging: Staging, own: Surrounded, *, scatters: bool = False) -> PlannedPipeline:
+    """Plans what a step does around its loss, whose stages are planned.
+
+    Args:
+        staging: what planned them.
+        own: the stages.
+        scatters: whether devices get a part each of gradients that wait for the last micro-batch to be reduced; else they get all.
+    """
+    stages, placement, rounds, notes = own
+    step, around, mesh = stages.loss.step, stages.loss.around, stages.planned[0].mesh
     line = staging.cut_line(stages)
     pipeline = PlannedPipeline(step, around, placement, stages.schedule, stages.simulation, stages.chunks, line, stages.planned, mesh)
     pipeline.stacks = stages.stacks
@@ -132,7 +147,7 @@ def completed(staging: Staging, stages: Stages, *, scatters: bool = False) -> Pl
     totals.plan(stages.planned, stages.schedule.stage_of, stages.loss.step.loss.paths, twins_of([own.stack for own in stages.stacks]))
     pipeline.reductions = totals.planned
     _place_leaves(pipeline, totals)
-    _plan_rounds(pipeline, staging)
+    _plan_rounds(pipeline, rounds, staging)
     return pipeline
 
 
@@ -187,7 +202,7 @@ def _place_leaves(pipeline: PlannedPipeline, totals: Totals) -> None:
         pipeline.placed[own.stack.whole] = ((pipeline.union.names[0], *layers) if own.is_spread else layers, *dims[1:])
 
 
-def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
+def _plan_rounds(pipeline: PlannedPipeline, rounds: Sequence[Sequence[Program]], staging: Staging) -> None:
     """Plans what each stage does after the loss; a program takes arrays as the ones before it have left them."""
     around, captured, one = pipeline.around, pipeline.step.captured, staging.settings
     inputs = dict(zip(around.jaxpr.jaxpr.invars, captured.inputs, strict=True))
@@ -195,7 +210,6 @@ def _plan_rounds(pipeline: PlannedPipeline, staging: Staging) -> None:
     count = pipeline.union.num_devices
     together = replace(one, mesh=pipeline.union, num_devices=count, context=one.context.with_checked({"device_num": count}))
     settings_of = {True: together, False: replace(one, mesh=pipeline.mesh)}
-    rounds = programs_of(around, pipeline.placement, pipeline.schedule.num_stages)
     results = set(variables(around.jaxpr.jaxpr.outvars))
     reused = _Reused(rounds, sources, {var for var, leaf in inputs.items() if leaf.donated} - results)
     for number, programs in enumerate(rounds):

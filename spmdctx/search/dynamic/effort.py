@@ -183,5 +183,7 @@ _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolera
 
 QUICK_PLAN = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(unsettled, enough=_ENOUGH))), enough=_ENOUGH)
 
+ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
+
 # If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
 QUICK_PLAN_OR_NONE = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(improvable, enough=_ENOUGH))), enough=_ENOUGH)

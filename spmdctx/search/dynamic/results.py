@@ -28,6 +28,7 @@ class DynamicOptions:
         is_soft: whether the budget is not the user's, so that little time is spent on it.
         wants_any: whether any plan within the budget will do.
         is_brief: whether this is one of many budgets, so that little work is spent on proofs.
+        is_rough: whether the plan only tells how plans compare, so that it is not improved within a budget that the user did not set.
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
         middle_program: ops up to which all work within a budget is limited.
         large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
@@ -41,6 +42,7 @@ class DynamicOptions:
     is_soft: bool = False
     wants_any: bool = False
     is_brief: bool = False
+    is_rough: bool = False
     small_program: int = 100
     middle_program: int = 500
     large_program: int = 5000
@@ -68,6 +70,8 @@ class DynamicOptions:
             return effort.HASTY_PLAN
         if not self.is_soft:
             return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.THOROUGH_PLAN
+        if self.is_rough:
+            return effort.ROUGH_PLAN
         return effort.QUICK_PLAN_OR_NONE if len(step.graph.ops) >= self.large_program else effort.QUICK_PLAN
 
 

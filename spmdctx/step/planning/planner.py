@@ -58,8 +58,8 @@ class Planned:
         return with_copies(self.priced, program.graph, program.scopes, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
-def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None) -> Planned:
-    """Plans a captured step; with `shared`, briefly, as one of several plans.
+def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None, *, is_rough: bool = False) -> Planned:
+    """Plans a captured step; with `shared`, briefly, as one of several plans; if `is_rough`, only to tell how plans compare.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
@@ -70,7 +70,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         program = captured.built_for(settings.topology.compiler)
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
-        options = replace(search_options(settings), is_brief=shared is not None, shared=shared)
+        options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
         setup, assignment, certificate = search(step, request, options)
         bill, directives = _priced(
             program, Assigned(step, assignment, setup.mesh, settings.topology), settings.context, _written(program, setup.parts)

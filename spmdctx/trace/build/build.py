@@ -28,7 +28,7 @@ from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
 from spmdctx.trace.build.ops_of_columns import ops_of
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
-from spmdctx.trace.build.program import LossOperand, ManualRegion, Program, UserPin
+from spmdctx.trace.build.program import LossOperand, Program, UserPin
 from spmdctx.trace.build.shard_maps import read_regions
 
 _Literal = jexc.Literal
@@ -282,6 +282,7 @@ class GraphBuilder:
         sites = self._sites(alive, twins)
         regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
+        fingerprint, body = self._fingerprints([trail, *twins.items()], inputs, outputs, ties, regions)
         graph = Graph(
             values=self._values(),
             ops=ops_of(columns, materialized),
@@ -289,8 +290,9 @@ class GraphBuilder:
             outputs=outputs,
             ties=(*self.ties, *ties),
             origins=origins,
-            fingerprint=self._fingerprint([trail, *twins.items()], inputs, outputs, ties, regions),
+            fingerprint=fingerprint,
             notes=tuple(dict.fromkeys(self.notes)),
+            body=body,
         )
         return Program(
             graph=graph,
@@ -372,15 +374,10 @@ class GraphBuilder:
         trail[is_operand] = np.fromiter(chain.from_iterable(self._operands), dtype=np.int64, count=total - 3 * len(sizes))
         return trail
 
-    def _fingerprint(
-        self,
-        trail: Sequence[ArrayLike],
-        inputs: tuple[int, ...],
-        outputs: tuple[int, ...],
-        ties: Sequence[tuple[int, int]],
-        regions: Sequence[ManualRegion],
-    ) -> str:
-        """Hashes the program: kinds of equations with their parameters, which op reads which value how often, and arguments."""
+    def _fingerprints(
+        self, trail: list[Any], inputs: Sequence[int], outputs: Sequence[int], ties: Sequence[tuple[int, int]], regions: Sequence[Any]
+    ) -> tuple[str, str]:
+        """Hashes the program: equations with their parameters, what reads what how often, and arguments, with their names and without."""
         digest, form = hashlib.blake2b(digest_size=16), self._canonical.text
         digest.update(form(list(dict.fromkeys(self._forms))))
         for part in (*trail, [*outputs, *(value for tie in ties for value in tie)]):
@@ -393,7 +390,9 @@ class GraphBuilder:
         for region in regions:
             written = [(row.kind, row.axes, row.payload_bytes, row.repeats) for row in region.collectives]
             digest.update(form((region.body.graph.fingerprint, region.mesh_axes, region.operands, region.results, written)))
+        body = digest.copy()
         for index in inputs:
-            tensor, named = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
-            digest.update(form((*tensor, *named)))
-        return digest.hexdigest()
+            tensor, (role, path) = self._tensor(self._avals[index]), self._named.get(index, (Role.INTERMEDIATE, ""))
+            digest.update(form((*tensor, role, path)))
+            body.update(form((*tensor, role)))
+        return digest.hexdigest(), body.hexdigest()

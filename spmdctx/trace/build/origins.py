@@ -51,6 +51,7 @@ class LazyOrigins(Sequence[Origin]):
         # Unrolled layers come from the same lines, and ops of one scope share its name stack.
         self._lines: dict[Any, str] = {}
         self._names: dict[tuple[str, int], str] = {}
+        self._known: dict[int, Origin] = {}
 
     def __len__(self) -> int:
         return len(self._infos)
@@ -62,9 +63,12 @@ class LazyOrigins(Sequence[Origin]):
     def __getitem__(self, index: int | slice) -> Origin | Sequence[Origin]:
         if isinstance(index, slice):
             return [self[item] for item in range(*index.indices(len(self)))]
-        name, source = self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller))
-        scope = scope_path(name)
-        return Origin(name, f"{source[:-1]} in {scope})" if scope and source.endswith(")") else source)
+        known = self._known.get(index)
+        if known is None:
+            name, source = self._name(index), self._source(Place(self._infos[index], self._frames[self._frame_of[index]].caller))
+            scope = scope_path(name)
+            known = self._known[index] = Origin(name, f"{source[:-1]} in {scope})" if scope and source.endswith(")") else source)
+        return known
 
     def _name(self, index: int) -> str:
         prefix, stack = self._frames[self._frame_of[index]].prefix, self._infos[index].name_stack

@@ -67,10 +67,23 @@ def test_what_only_they_read_waits_too_and_its_operands_live_until_then():
                 assert late[value].end >= waits[index] - 1
 
 
-@pytest.mark.parametrize("fn", [lambda params, x: loss(params, x, remat=False), scanned])
-def test_nothing_waits_without_regions_or_in_loops(fn):
-    program = program_of(fn)
+def test_nothing_waits_without_regions():
+    program = program_of(lambda params, x: loss(params, x, remat=False))
     assert waits_in_regions(program.graph, program.scopes, is_split=True) == {}
+
+
+@pytest.mark.parametrize("is_split", [True, False])
+def test_all_gradients_of_a_loop_wait_for_the_end_of_its_iteration(is_split):
+    program = program_of(scanned)
+    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes, is_split=is_split)
+    assert len(products_of(program, waits)) == 3
+    memory = step_memory(graph, program.scopes, is_split=is_split, delays_gradients=True, fuses_into_products=False)
+    for index in products_of(program, waits):
+        assert memory.runs[index] == waits[index] <= memory.iteration_ends[index]
+        # What they read is there until then.
+        kept = {life.value: life.end for life in memory.lives if life.value in graph.ops[index].operands}
+        assert kept
+        assert all(end >= waits[index] - 1 for end in kept.values())
 
 
 def test_gpu_alone_delays_gradients():

@@ -159,10 +159,12 @@ class Dual:
         for batch in self._all:
             into_left = self._messages[batch.into_left]
             into_right = self._messages[batch.into_right] - (totals * self._share)[batch.right]
-            rows = _least_of_rows(batch.tables, into_right, batch.groups) - into_left
-            columns = _least(batch.tables, -into_left, batch.groups) - into_right
-            least = rows.min(axis=0)
-            value += float(least.sum())
+            rows = _least_of_rows(batch.tables, into_right, batch.groups)
+            rows -= into_left
+            columns = _least(batch.tables, -into_left, batch.groups)
+            columns -= into_right
+            least = np.minimum.reduce(rows, axis=0)
+            value += float(np.add.reduce(least))
             np.add.at(beliefs, batch.left.ravel(), (rows - least).ravel())
             np.add.at(beliefs, batch.right.ravel(), (columns - least).ravel())
         beliefs += value
@@ -249,6 +251,9 @@ def _least_of_rows(tables: FloatArray, removed: FloatArray, groups: Groups | Non
     if groups is not None:
         removed = np.maximum.reduceat(removed.take(groups.columns.order, axis=0), groups.columns.starts, axis=0)
     step = max(1, CHUNK // (tables.shape[1] * removed.shape[1]))
-    every = range(0, tables.shape[0], step)
-    least: FloatArray = np.concatenate([np.minimum.reduce(tables[start : start + step] - removed, axis=1) for start in every])
+    if step >= tables.shape[0]:
+        least: FloatArray = np.minimum.reduce(tables - removed, axis=1)
+    else:
+        every = range(0, tables.shape[0], step)
+        least = np.concatenate([np.minimum.reduce(tables[start : start + step] - removed, axis=1) for start in every])
     return least if groups is None else least.take(groups.rows.of, axis=0)

@@ -1,0 +1,110 @@
+"""Programs that are alike are planned once, and what compares plans works less than what makes them."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from spmdctx.ir.graph import Role
+from spmdctx.pipeline.search.reduced import Chosen, reduced_once
+from spmdctx.pipeline.stages.alike import AlikePlanner
+from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
+from spmdctx.search.dynamic.effort import QUICK_PLAN, ROUGH_PLAN
+from spmdctx.search.dynamic.results import DynamicOptions
+from spmdctx.step.planning.planner import plan_program
+from tests.step.pipelined import small
+
+NARROW, WIDE = jax.ShapeDtypeStruct((8, 16), jnp.float32), jax.ShapeDtypeStruct((16, 16), jnp.float32)
+LOW = jax.ShapeDtypeStruct((16, 16), jnp.bfloat16)
+
+
+def program(fn=lambda x, w: jnp.tanh(x @ w), name="w", weight=WIDE, role=Role.PARAMETER):
+    operands = [Operand("x", Role.BATCH), Operand(name, role)]
+    return captured_program("task", jax.make_jaxpr(fn)(NARROW, weight), None, operands, [Outcome("y")])
+
+
+def settings():
+    shapes = jax.eval_shape(lambda: (*small.state_of(2, 16, tied=False), small.batch_of(8, 16)))
+    return small.parallel(2, device_num=4)._entry_of(shapes, {}).environment.settings
+
+
+def counted():
+    seen = []
+
+    def planner(captured, own, *, is_rough=False):
+        seen.append((captured.inputs[1].path, is_rough))
+        return plan_program(captured, own, is_rough=is_rough)
+
+    return AlikePlanner(planner), seen
+
+
+def test_programs_that_differ_in_names_alone_share_a_plan():
+    planner, seen = counted()
+    first, other = (planner(program(name=name), settings()) for name in ("a", "b"))
+    assert seen == [("a", False)]
+    assert [own.plan.inputs[1].path for own in (first, other)] == ["a", "b"]
+    assert other.assignment is first.assignment
+    # A plan is lowered for the program that it names, whose fingerprint counts names.
+    assert other.plan.fingerprint == other.program.graph.fingerprint != first.plan.fingerprint
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        partial(program, lambda x, w: jnp.sin(x @ w)),
+        partial(program, lambda x, w: jnp.tanh(x @ w.T)),
+        partial(program, weight=LOW),
+        partial(program, role=Role.OPTIMIZER),
+        partial(program, lambda x, w: jnp.tanh(jnp.tanh(x @ w))),
+    ],
+    ids=["equation", "operand", "type", "role", "more"],
+)
+def test_programs_that_compute_or_take_something_else_do_not(other):
+    planner, seen = counted()
+    planner(program(), settings())
+    planner(other(), settings())
+    assert len(seen) == 2
+
+
+def test_rough_plans_are_not_taken_for_others():
+    planner, seen = counted()
+    planner.roughly(program(), settings())
+    planner(program(), settings())
+    planner.roughly(program(), settings())
+    planner(program(), settings())
+    assert seen == [("w", True), ("w", False)]
+
+
+def test_a_rough_search_makes_the_short_attempts_of_a_whole_one():
+    class Step:
+        graph = type("Graph", (), {"ops": range(1000)})
+
+    soft = DynamicOptions(memory_bytes=1, is_soft=True)
+    rough = DynamicOptions(memory_bytes=1, is_soft=True, is_rough=True)
+    assert soft.schedule_of(Step) == QUICK_PLAN
+    assert rough.schedule_of(Step) == ROUGH_PLAN
+    assert ROUGH_PLAN.attempts == QUICK_PLAN.attempts[:-1]
+    # The user's own budget is worth the whole work.
+    assert DynamicOptions(memory_bytes=1, is_rough=True).schedule_of(Step) == DynamicOptions(memory_bytes=1).schedule_of(Step)
+
+
+@pytest.mark.parametrize(
+    ("rough_peak", "calls"), [(9, [(True, False), (False, True)]), (7, [(True, False), (False, True), (False, False)])]
+)
+def test_a_rough_plan_decides_whether_gradients_in_turns_are_planned(monkeypatch, rough_peak, calls):
+    class Found:
+        def __init__(self, peak):
+            self.peak, self.reductions, self.notes = peak, {0: None}, []
+
+    seen = []
+
+    def plan(may_wait, like):
+        seen.append((may_wait, like is not None))
+        return Chosen(None, None, Found(8 if may_wait else rough_peak))
+
+    monkeypatch.setattr("spmdctx.pipeline.search.reduced._peak", lambda found: found.peak)
+    monkeypatch.setattr("spmdctx.pipeline.search.reduced._may_fit", lambda found, room: True)
+    chosen = reduced_once(plan, 6, is_binding=False)
+    assert seen == calls
+    assert chosen.found.peak == min(8, rough_peak)
