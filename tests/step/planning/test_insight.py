@@ -59,7 +59,7 @@ def test_nothing_is_worked_out_before_it_is_asked_for(plan):
 
 
 def test_a_pinned_batch_says_what_the_pin_costs():
-    made = spmdctx.plan(step_fn, *arguments(), device_num=8, full_batch=True, **AUTO)
+    made = spmdctx.plan(step_fn, *arguments(16384), device_num=8, full_batch=True, **AUTO)
     (batch,) = [value for value, leaf in zip(made.op_table.inputs, made.inputs, strict=True) if leaf.path == "batch"]
     assert batch in made.alternatives.pinned
     (one,) = made.explain("batch").tensors

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 import spmdctx
 from benchmarks.judge_work import hbm_size, work_of
 from spmdctx.audit.hlo import read_module
-from spmdctx.lowering.compile_only import gpu_devices
 from spmdctx.machine.presets import PRESETS
 from spmdctx.trace.build.compiled import as_compiled
+from tests.audit.compile_only import need_gpu
 from tests.road import ops, trace
 
 X, W = jnp.ones((512, 256)), jnp.ones((256, 512))
@@ -107,7 +107,7 @@ def cross_entropy(weights, x):
 def test_gradients_move_as_many_bytes_as_the_gpu_compiler_says(loss):
     weights = [*[jnp.ones((256, 256), jnp.bfloat16)] * 4, jnp.ones((256, 2048), jnp.bfloat16)]
     x = jnp.ones((4, 512, 256), jnp.bfloat16)
-    step = spmdctx.parallel(jax.grad(loss), parallel_mode="semi_auto_parallel", devices=gpu_devices(1))
+    step = spmdctx.parallel(jax.grad(loss), parallel_mode="semi_auto_parallel", devices=need_gpu(1))
     compiled = _bytes_of_kernels(step.lower(weights, x).compile().as_text())
     program = trace(lambda *args: jax.grad(loss)(list(args[:5]), args[5]), *weights, x)
     assert moved_bytes(as_compiled(program, GPU)) == pytest.approx(compiled, rel=0.25)
