@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.bill import Bill
-from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Step
 from spmdctx.ir.collective import CauseForm
@@ -61,14 +61,7 @@ def _own_peak(body: Body, own: Bill, gathered: Collection[int], topology: Topolo
     An input in `gathered` counts from its first read to its last. It counts in a narrower type if all its readers first cast it to one.
     """
     graph, alive = body.graph, np.array(own.memory_profile, dtype=np.int64)
-    compiler = topology.compiler
-    memory = step_memory(
-        *(graph, body.scopes),
-        is_split=False,
-        fuses_into_products=compiler.fuses_into_products,
-        delays_gradients=compiler.delays_gradients,
-        fuses_rows=compiler.fuses_rows,
-    )
+    memory = compiled_memory(graph, body.scopes, frozenset(), topology.compiler, is_split=False)
     reads = {read.value: read for read in memory.reads}
     for position, value in enumerate(graph.inputs):
         known = graph.values[value]

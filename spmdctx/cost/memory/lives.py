@@ -24,6 +24,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
+from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
@@ -98,6 +99,17 @@ def lives(graph: Graph, scopes: Sequence[int], donated: frozenset[int] = frozens
         donated: inputs whose memory the step may reuse.
     """
     return step_memory(graph, scopes, donated).lives
+
+
+def compiled_memory(graph: Graph, scopes: Sequence[int], donated: frozenset[int], compiler: Compiler, is_split: bool = True) -> StepMemory:
+    """Returns what `step_memory` does for a compiler; searches and bills ask here, so that neither counts what the other does not."""
+    return step_memory(
+        *(graph, scopes, donated),
+        is_split=is_split,
+        fuses_into_products=compiler.fuses_into_products,
+        delays_gradients=compiler.delays_gradients,
+        fuses_rows=compiler.fuses_rows,
+    )
 
 
 def step_memory(

@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.copies import Copies
 from spmdctx.cost.memory.early_updates import Late, early_updates
-from spmdctx.cost.memory.lives import profile, step_memory
+from spmdctx.cost.memory.lives import compiled_memory, profile
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.ir.analysis.kinds import value_kinds
@@ -27,15 +27,9 @@ class MemoryCount:
 
     def __init__(self, assigned: Assigned, directives: Directives, stored_as: IntArray) -> None:
         step, topology = assigned.step, assigned.topology
-        is_split, compiler = assigned.mesh.num_devices > 1, topology.compiler
+        is_split = assigned.mesh.num_devices > 1
         self._assigned, self._directives, self._stored_as = assigned, directives, stored_as
-        self._memory = step_memory(
-            *(step.graph, step.scopes, step.donated),
-            is_split=is_split,
-            fuses_into_products=compiler.fuses_into_products,
-            delays_gradients=compiler.delays_gradients,
-            fuses_rows=compiler.fuses_rows,
-        )
+        self._memory = compiled_memory(step.graph, step.scopes, step.donated, topology.compiler, is_split=is_split)
         self._terminal = overlap_candidates(step.graph).terminal
         self._reduced: set[int] = set()
         self.copies = Copies(step.graph, self._memory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -135,14 +136,27 @@ def captured_program(
     return replace(captured, program=replace(built, user_pins=(*built.user_pins, *own)))
 
 
+class Between(NamedTuple):
+    """What runs of a chunk's program hand on to later runs in the same step.
+
+    Attributes:
+        runs: those after which sums of gradients are complete, if they may wait until then to be reduced; else 1.
+        sum_role: the role of these sums; the parallel optimizer splits those that are part of its state.
+        carried: for leaves that one micro-batch takes from the one before, the results that are their next values, split alike.
+    """
+
+    runs: int = 1
+    sum_role: Role = Role.OPTIMIZER
+    carried: Mapping[int, int] = MappingProxyType({})
+
+
 def captured_task(
     name: str,
     program: TaskProgram,
     leaves: Sequence[LossLeaf],
     mesh: LogicalMesh | None,
     pins: Pins,
-    runs: int = 1,
-    sum_role: Role = Role.OPTIMIZER,
+    between: Between = Between(),  # noqa: B008  # a constant
 ) -> Captured:
     """Returns a program of a chunk as a captured step.
 
@@ -152,10 +166,11 @@ def captured_task(
         leaves: the inputs of the loss.
         mesh: the one that the pins are written for; None if there are none.
         pins: shardings that are decided.
-        runs: the runs after which sums of gradients are complete, if they may wait until then to be reduced; else 1.
-        sum_role: the role of these sums; the parallel optimizer splits those that are part of its state.
+        between: what runs hand on to later ones.
     """
-    sums = {slot: index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM}
+    runs, sum_role = between.runs, between.sum_role
+    next_of = {Slot(Holds.LEAF, leaf): Slot(Holds.RESULT, result) for leaf, result in between.carried.items()}
+    sums = {next_of.get(slot, slot): index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM or slot in next_of}
     operands = [_operand(slot, leaves, pins.get(slot), sum_role) for slot in program.inputs]
     results = [Outcome(f"{slot.holds} {slot.number}", pins.get(slot), sums.get(slot)) for slot in program.outputs]
     captured = captured_program(name, program.jaxpr, mesh, operands, results, program.built)

@@ -18,7 +18,7 @@ from spmdctx.pipeline.programs.reduction import HeldSum, reduction_program
 from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.pipeline.programs.split import split_backward
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
-from spmdctx.pipeline.stages.captured import LossLeaf, Operand, Outcome, captured_program, captured_task, with_entries
+from spmdctx.pipeline.stages.captured import Between, LossLeaf, Operand, Outcome, captured_program, captured_task, with_entries
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -110,13 +110,23 @@ class ChunkPlanner:
         leaves: the inputs of the loss.
         splits_backward: whether the gradients of weights are tasks of their own.
         runs: the micro-batches after which gradients are complete, if they may wait until then to be reduced; else 1.
+        carried: for each leaf that a micro-batch takes from the one before, the result that is its next value.
     """
 
-    def __init__(self, planner: Planner, settings: Settings, leaves: Sequence[LossLeaf], *, splits_backward: bool, runs: int = 1) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        settings: Settings,
+        leaves: Sequence[LossLeaf],
+        *,
+        splits_backward: bool,
+        runs: int = 1,
+        carried: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
-        self._runs, context = runs, settings.context
+        context = settings.context
         is_whole = context.enable_parallel_optimizer and not context.parallel_optimizer_config.gradient_accumulation_shard
-        self._sum_role = Role.ARGUMENT if is_whole else Role.OPTIMIZER
+        self._between = Between(runs, Role.ARGUMENT if is_whole else Role.OPTIMIZER, carried)
 
     def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
         """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
@@ -159,7 +169,7 @@ class ChunkPlanner:
 
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], *, is_rough: bool = False) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
-        captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._runs, self._sum_role)
+        captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._between)
         batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
         # What is decided, or comes from another chunk, needs no entry.
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]

@@ -244,7 +244,14 @@ class Staging:
         kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
         key = (self._splits, self._runs, self.settings, self.planner)
         if key not in known:
-            planner = ChunkPlanner(self.planner, self.settings, own.leaves, splits_backward=self._splits, runs=self._runs)
+            planner = ChunkPlanner(
+                self.planner,
+                self.settings,
+                own.leaves,
+                splits_backward=self._splits,
+                runs=self._runs,
+                carried=self.loss.step.loss.carried,
+            )
             known[key] = planner.plan(passes, twins_of(stacks))
         planned = known[key]
         # Other cuts are compared on the mesh that suits the first one.

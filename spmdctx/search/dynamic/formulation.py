@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
 
-from spmdctx.cost.memory.lives import Peak, StepMemory, step_memory
+from spmdctx.cost.memory.lives import Peak, StepMemory, compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import StrategyError
 from spmdctx.ir.mesh import LogicalMesh
@@ -60,8 +60,8 @@ class Formulation(Generic[TablesT]):
     @cached_property
     def memory(self) -> StepMemory:
         """The times at which the step's values are in memory."""
-        step, fuses = self.step, self.topology.compiler.fuses_into_products
-        return step_memory(step.graph, step.scopes, step.donated, fuses_into_products=fuses)
+        step = self.step
+        return compiled_memory(step.graph, step.scopes, step.donated, self.topology.compiler)
 
     def space_on(self, mesh: LogicalMesh) -> Space:
         """Returns the step's space on a mesh."""

@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 
-from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.step import Step
 from spmdctx.ir.domain import domain
 from spmdctx.ir.mesh import LogicalMesh
@@ -19,7 +19,7 @@ from spmdctx.search.problem.memory_rows import on_chip
 def least_bytes(step: Step, meshes: Sequence[LogicalMesh], topology: Topology) -> float:
     """Returns bytes that every plan on one of the meshes takes at its peak; values from literals count nothing."""
     graph = step.graph
-    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
+    memory = compiled_memory(graph, step.scopes, step.donated, topology.compiler)
 
     @cache
     def slices(shape: tuple[int, ...]) -> int:

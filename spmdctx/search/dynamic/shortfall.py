@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmdctx.cost.bill import Bill
-from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.machine.topology import Topology
@@ -115,7 +115,7 @@ def place_of(step: Step, time: int) -> str:
 def _largest(step: Step, topology: Topology, time: int) -> str:
     """Returns the largest values alive at an op, by their whole size."""
     graph = step.graph
-    memory = step_memory(graph, step.scopes, step.donated, fuses_into_products=topology.compiler.fuses_into_products)
+    memory = compiled_memory(graph, step.scopes, step.donated, topology.compiler)
     alive = [life.value for life in memory.lives if life.start <= time <= life.end]
     sizes = {value: graph.values[value].num_bytes for value in alive}
     shown = sorted(sizes, key=lambda value: (-sizes[value], value))[:_LARGEST]

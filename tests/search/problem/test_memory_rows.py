@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
@@ -60,7 +60,7 @@ def _counted_and_billed(program, mesh, machine, times):
     scale_s = Searcher(step, machine, DynamicOptions()).search(setup).cost_s
     tables = Formulation(step, machine, AlgoLimits(), Tables, mode="dynamic_programming").tables(setup)
     problem = tables.problem()
-    memory = step_memory(step.graph, step.scopes, step.donated, fuses_into_products=machine.compiler.fuses_into_products)
+    memory = compiled_memory(step.graph, step.scopes, step.donated, machine.compiler)
     passing = dict.fromkeys(one for time in range(len(step.graph.ops)) for one in passing_at(tables.network, memory, time))
     limited = with_memory(tables, problem, memory, np.inf, passing)
     for seed in range(times):

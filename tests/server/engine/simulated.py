@@ -6,7 +6,7 @@ import random
 from types import SimpleNamespace
 from typing import NamedTuple
 
-from spmdctx.server.engine import fleet, scheduler, server, spares
+from spmdctx.server.engine import attendance, fleet, scheduler, server, spares
 from spmdctx.server.engine.fleet import Job, Layout
 from spmdctx.server.engine.messages import Word
 from spmdctx.server.engine.scheduler import Scheduler
@@ -197,7 +197,7 @@ class Simulated:
         monkeypatch.setattr(server, "_loaded", self.loaded)
         monkeypatch.setattr(server, "_saved", self.saved)
         monkeypatch.setattr(scheduler, "complete", self.completed)
-        monkeypatch.setattr(scheduler, "Presence", lambda: Presence(lambda: asyncio.get_running_loop().time()))
+        monkeypatch.setattr(attendance, "Presence", lambda: Presence(lambda: asyncio.get_running_loop().time()))
         monkeypatch.setattr(asyncio, "to_thread", self.inline)
 
     async def inline(self, fn, *arguments):
