@@ -43,7 +43,7 @@ def _step(attend):
     return step
 
 
-@pytest.mark.parametrize(("attend", "num_axes"), [(_grouped, 2), (_latent, MAX_AXES)])
+@pytest.mark.parametrize(("attend", "num_axes"), [(_grouped, MAX_AXES), (_latent, 2)])
 def test_a_mesh_of_equal_axes_is_searched_without_its_full_tables(attend, num_axes, monkeypatch):
     pairs: dict[int, int] = {}
     problem = Tables.problem

@@ -347,7 +347,7 @@ def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share):
 
 
 @pytest.mark.parametrize("is_soft", [True, False])
-@pytest.mark.parametrize("seed", [4555, 4598, 4599, 4608])
+@pytest.mark.parametrize("seed", [4555, 4598, 4608, 4658])
 def test_a_poor_plan_of_the_search_for_any_is_where_others_start(seed, is_soft):
     """The hasty attempt gives up on every mesh, and the plan that a search for any finds is a third dearer than need be, or more."""
     made, machine = random_step(seed, 6), random_machine(seed)

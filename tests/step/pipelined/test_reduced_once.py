@@ -153,7 +153,7 @@ def test_a_search_lets_gradients_wait_where_that_is_faster(topology):
     ("peaks", "is_binding", "waits", "plans"),
     [
         ((90, 70), False, True, 1),
-        ((110, 80), False, False, 2),
+        ((110, 80), False, False, 3),
         ((140, 120), False, True, 1),
         ((140, 120), True, False, 2),
         ((110, 115), True, True, 2),
@@ -162,7 +162,8 @@ def test_a_search_lets_gradients_wait_where_that_is_faster(topology):
 def test_sums_that_do_not_fit_do_not_wait(monkeypatch, peaks, is_binding, waits, plans):
     asked = []
 
-    def chosen(may_wait):
+    def chosen(may_wait, alike=None):
+        assert alike is None or not may_wait
         asked.append(may_wait)
         held, reductions = (30, {0: None}) if may_wait else (0, {})
         return reduced.Chosen(None, None, SimpleNamespace(peak_bytes=peaks[not may_wait], held=held, reductions=reductions, notes=[]))
