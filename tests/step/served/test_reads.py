@@ -58,13 +58,13 @@ def test_what_servers_hold_is_read_in_one_version(monkeypatch, mode):
     for seed in range(100):
         own = object.__new__(Client)
         own.job, own.traffic, own._num_bytes = SimpleNamespace(mode=mode), {"pulled": 0}, 0
-        own._ray, own._generation, own._renew = None, 1, lambda: None
+        own._ray, own.generation, own.refresh = None, 1, lambda: None
         chance = random.Random(seed)
         own._servers = []
         own._servers += [Advancing(own._servers, chance) for _ in range(3)]
         for _ in range(4):
             try:
-                found = own.latest(2, lambda count: [[f"in/{number}"] for number in range(count - 1)] + [[]])
+                _, found = own.latest(2, lambda count: [[f"in/{number}"] for number in range(count - 1)] + [[]])
             except Lost:
                 lost += 1
                 continue
