@@ -4,6 +4,7 @@ It is a program of its own, run by its path: it imports nothing that is slow.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,9 @@ _PATIENCE_S = 10.0
 def main() -> int:
     """Runs the command of the arguments; returns its exit code."""
     parent = os.getppid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        # Shells have what runs in the background ignore SIGINT.
+        signal.signal(number, signal.default_int_handler)
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     try:
         while process.poll() is None and os.getppid() == parent:

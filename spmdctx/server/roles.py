@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -272,7 +271,7 @@ class Node:
     def end(self) -> None:
         """Ends the node."""
         if self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             self._process.wait()
         self._said.close()
 

@@ -74,6 +74,22 @@ def test_a_node_ends_with_the_process_that_has_started_it():
         time.sleep(0.05)
 
 
+def test_a_node_ends_where_signals_of_the_keyboard_are_ignored():
+    """As below a shell that runs its command in the background."""
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        command = [sys.executable, node.__file__, "sleep", "60"]
+        with subprocess.Popen(command, start_new_session=True) as process:
+            end = time.monotonic() + 10
+            while "sleep" not in subprocess.check_output(["ps", "-o", "comm", "-s", str(process.pid)], text=True):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+            process.terminate()
+            assert process.wait(10) == 256 - signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 @pytest.fixture(scope="module")
 def undisturbed():
     """The losses and the last state of a job with no engine, whose steps have two parts."""
