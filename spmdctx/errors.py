@@ -29,6 +29,13 @@ from functools import lru_cache
 from string import Formatter
 from typing import Self
 
+SAVED = 75
+"""Exit code of a process that has saved after SIGTERM, and can be started again: the temporary failure of BSD's sysexits."""
+PEER_LOST = 76
+"""Exit code of a process that ends because another process did: the protocol error of BSD's sysexits."""
+TIMED_OUT = 124
+"""Exit code of a job that took too long, like that of coreutils' timeout."""
+
 
 class Sentence(str):
     """A sentence for people that is a value for the program: a form, and what fills the form's gaps.

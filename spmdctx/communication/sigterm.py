@@ -15,8 +15,8 @@ from typing import Any, NoReturn
 import jax
 
 from spmdctx.communication.current import current_world, is_initialized
-from spmdctx.communication.stopping import AGREEMENT, SAVED
-from spmdctx.errors import ContextError, message
+from spmdctx.communication.stopping import AGREEMENT
+from spmdctx.errors import SAVED, ContextError, message
 
 GRACE = "SPMDCTX_GRACE_S"
 """Seconds from SIGTERM to the end of a process that has not begun to save; manifests of `spmdctx k8s` set it."""

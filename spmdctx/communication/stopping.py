@@ -11,9 +11,6 @@ from collections.abc import Callable
 
 from spmdctx.communication.meeting.hub import AT, STOP, UNTIL
 
-SAVED = 75
-"""Exit code of a process that has saved after SIGTERM, and can be started again: the temporary failure of BSD's sysexits."""
-
 
 class Agreement:
     """This process's part in choosing the place; a process alone chooses its next one."""

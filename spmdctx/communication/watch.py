@@ -24,10 +24,7 @@ from spmdctx.communication.meeting.key import job_key
 from spmdctx.communication.meeting.place import open_listeners
 from spmdctx.communication.rendezvous import Link, gather, join
 from spmdctx.communication.stopping import AGREEMENT
-from spmdctx.errors import CommunicationError, message
-
-PEER_LOST = 76
-"""Exit code of a process that ends because another process did: the protocol error of BSD's sysexits."""
+from spmdctx.errors import PEER_LOST, CommunicationError, message
 
 _ADDRESS, _HERE = "spmdctx/watch", "spmdctx/watch/here"
 _CONNECT_S = 10.0

@@ -10,7 +10,7 @@ import pytest
 
 from spmdctx import CheckpointManager
 from spmdctx.communication.sigterm import CATCHER
-from spmdctx.communication.stopping import SAVED
+from spmdctx.errors import SAVED
 
 
 def told():

@@ -7,7 +7,7 @@ from spmdctx.communication import clusters
 from spmdctx.communication.clusters import detect
 from spmdctx.communication.meeting.key import TOKEN
 from spmdctx.communication.sigterm import GRACE
-from spmdctx.communication.stopping import SAVED
+from spmdctx.errors import SAVED
 from spmdctx.k8s import JobOptions, manifests
 from spmdctx.k8s.job import environment
 from spmdctx.k8s.job.check import checked

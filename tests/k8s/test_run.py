@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmdctx.communication.stopping import SAVED
+from spmdctx.errors import SAVED
 from spmdctx.k8s import JobOptions, manifests
 from spmdctx.k8s.job.options import Pods
 from tests.k8s.pods import play

@@ -16,13 +16,7 @@ from typing import IO, Any, NamedTuple
 
 from spmdctx.communication.launch.environment import free_port, new_token, process_environment
 from spmdctx.communication.launch.log_filter import ConnectionReports
-
-TIMED_OUT = 124
-"""Exit code of a job that took too long, like that of coreutils' timeout."""
-PEER_LOST = 76
-"""Exit code of a process that ends because another process did."""
-SAVED = 75
-"""Exit code of a process that has saved after SIGTERM."""
+from spmdctx.errors import PEER_LOST, SAVED, TIMED_OUT
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _POLL_S = 0.05

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmdctx.errors import SAVED
 from spmdctx.k8s.job.environment import common, placed
 from spmdctx.k8s.job.options import TPU, JobOptions
 from spmdctx.k8s.operators.pod import container, labels, metadata, pod_spec, ports
-
-SAVED = 75
-"""Exit code of a process that has saved after SIGTERM: `spmdctx.checkpoint.manager` ends it so."""
 
 DEFAULT_RESTARTS = 10
 _EXCLUSIVE = "alpha.jobset.sigs.k8s.io/exclusive-topology"

@@ -93,19 +93,20 @@ def container(options: JobOptions, name: str, variables: list[dict[str, Any]], c
 def pod_spec(options: JobOptions, containers: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the specification of a pod with these containers."""
     pods = options.pods
-    found: dict[str, Any] = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "terminationGracePeriodSeconds": pods.grace_s,
-        "securityContext": pod_security(options),
-    }
+    found = {"automountServiceAccountToken": False, "enableServiceLinks": False, **placement(options)}
+    found |= {"priorityClassName": pods.priority_class} if pods.priority_class else {}
+    return {**found, "containers": containers, "volumes": volumes(options)}
+
+
+def placement(options: JobOptions) -> dict[str, Any]:
+    """Returns where pods may run, as whom, and how long they have to end."""
+    pods = options.pods
+    found: dict[str, Any] = {"terminationGracePeriodSeconds": pods.grace_s, "securityContext": pod_security(options)}
     if nodes := selectors(options):
         found["nodeSelector"] = nodes
     found |= tolerations(options)
     found |= {"serviceAccountName": pods.service_account} if pods.service_account else {}
-    found |= {"imagePullSecrets": [{"name": pods.pull_secret}]} if pods.pull_secret else {}
-    found |= {"priorityClassName": pods.priority_class} if pods.priority_class else {}
-    return {**found, "containers": containers, "volumes": volumes(options)}
+    return found | ({"imagePullSecrets": [{"name": pods.pull_secret}]} if pods.pull_secret else {})
 
 
 def tolerations(options: JobOptions) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from spmdctx.k8s.job.environment import common, literal
 from spmdctx.k8s.job.options import JobOptions
-from spmdctx.k8s.operators.pod import container_security, labels, metadata, mounts, pod_security, resources, selectors, tolerations, volumes
+from spmdctx.k8s.operators.pod import container_security, labels, metadata, mounts, placement, resources, volumes
 
 NODE = "node"
 """What runtimes call the replicated job, and its container, that trains."""
@@ -36,17 +36,7 @@ def trainjob(options: JobOptions) -> dict[str, Any]:
 
 def _patch(options: JobOptions) -> dict[str, Any]:
     """Returns what the runtime's pods get besides what a TrainJob can say itself."""
-    pods = options.pods
-    spec: dict[str, Any] = {
-        "containers": [{"name": NODE, "securityContext": container_security(), "volumeMounts": mounts(options)}],
-        "securityContext": pod_security(options),
-        "terminationGracePeriodSeconds": pods.grace_s,
-        "volumes": volumes(options),
-    }
-    if nodes := selectors(options):
-        spec["nodeSelector"] = nodes
-    spec |= tolerations(options)
-    spec |= {"serviceAccountName": pods.service_account} if pods.service_account else {}
-    spec |= {"imagePullSecrets": [{"name": pods.pull_secret}]} if pods.pull_secret else {}
+    container = {"name": NODE, "securityContext": container_security(), "volumeMounts": mounts(options)}
+    spec = {"containers": [container], "volumes": volumes(options), **placement(options)}
     template = {"metadata": {"labels": labels(options, "worker")}, "spec": spec}
     return {"name": NODE, "template": {"spec": {"template": template}}}

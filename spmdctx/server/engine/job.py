@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from spmdctx.errors import CommunicationError, message
+from spmdctx.errors import TIMED_OUT, CommunicationError, message
 from spmdctx.server import scale
 from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.engine.display import Display
@@ -22,7 +22,6 @@ from spmdctx.server.engine.worker import Ended, Script, Worker
 from spmdctx.server.state.folder import newest_state
 from spmdctx.server.state.progress import Summary
 
-TIMED_OUT = 124
 _POLL_S = 0.5
 _LOST_S = 30.0
 _XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")

@@ -191,8 +191,3 @@ def bucket(count: int, factor: int = 2) -> int:
     while size < count:
         size *= factor
     return size
-
-
-def own_rows(num_rows: int, server: int, num_servers: int) -> Array:
-    """Returns the rows of a table that lie on a server."""
-    return np.arange(server, num_rows, num_servers)
