@@ -10,6 +10,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from docs.site import gallery
 from docs.site.cells import as_notebook
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,7 @@ def main(arguments: list[str]) -> int:
     from sphinx.cmd.build import build_main
 
     copied(OUT / "source")
+    gallery.make(OUT / "source" / "docs" / "gallery")
     add_kernel(OUT / "jupyter")
     folders = ["-c", str(ROOT / "docs" / "site"), "-d", str(OUT / "doctrees"), str(OUT / "source"), str(OUT / "html")]
     status = build_main(["-b", "html", "-W", "--keep-going", "-n", "-E", "-j", "auto", "-q", *arguments, *folders])

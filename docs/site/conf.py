@@ -1,5 +1,9 @@
 """Sphinx's configuration of the site. `docs/site/build.py` runs it on a copy of the pages."""
 
+from sphinx.application import Sphinx
+
+from docs.site.docstrings import process
+
 project = "spmdctx"
 author = "The spmdctx authors"
 copyright = author
@@ -35,3 +39,10 @@ autodoc_typehints = "description"
 autodoc_typehints_description_target = "documented"
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
+# Types of other libraries are named, and not linked.
+nitpick_ignore_regex = [("py:.*", ".*")]
+
+
+def setup(app: Sphinx) -> None:
+    """Lets autodoc read docstrings as they are written here, before their sections are read."""
+    app.connect("autodoc-process-docstring", process, priority=400)
