@@ -3,6 +3,7 @@
 #   make test   the tests
 #   make lint   formatting, lint, types
 #   make docs   the documentation as a site, in out/docs/html; it executes every example
+#   make docs-check   looks at each page of it in Chromium, which has to be installed
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -15,7 +16,7 @@ TESTS ?=
 WORKERS ?= auto
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint docs benchmark-matrix clean
+.PHONY: demo test lint docs docs-check benchmark-matrix clean
 
 demo: $(VENV)/.installed
 	JAX_PLATFORMS=cpu $(BIN)/spmdctx train $(ARGS)
@@ -30,6 +31,9 @@ lint: $(VENV)/.installed-lint
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/python -m docs.site.build $(ARGS)
+
+docs-check: docs
+	$(BIN)/python -m docs.site.check
 
 benchmark-matrix: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.matrix
