@@ -25,6 +25,8 @@ from docs.site.build import OUT
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 WIDTHS = (400, 1280)
 THEMES = ("light", "dark")
+PAGES = ("docs/**/*.html", "notebooks/*.html", "benchmarks/*.html", "[A-Z]*.html", "genindex.html", "search.html")
+"""What is looked at, by patterns below the site; `index.html` only leads on."""
 _SCRIPT = Path(__file__).with_name("page_faults.js")
 _PATIENCE_S = 60
 
@@ -153,7 +155,7 @@ def main(patterns: list[str]) -> int:
         print(f"No browser was found: install one of {', '.join(BROWSERS)}.", file=sys.stderr)
         return 2
     site = OUT / "html"
-    pages = sorted({page for pattern in patterns or ["docs/**/*.html", "[n-zA-Zb]*/*.html", "*.html"] for page in site.glob(pattern)})
+    pages = sorted({page for pattern in patterns or PAGES for page in site.glob(pattern)})
     count = 0
     with _served(site) as root, _browser(command) as tab:
         for page in pages:

@@ -18,7 +18,12 @@ html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_context = {"default_mode": "auto"}
-html_theme_options = {"use_download_button": False, "show_toc_level": 2, "pygments_light_style": "a11y-high-contrast-light"}
+html_theme_options = {
+    "use_download_button": False,
+    "show_toc_level": 2,
+    "navbar_persistent": [],
+    "pygments_light_style": "a11y-high-contrast-light",
+}
 
 highlight_language = "text"
 default_role = "code"
