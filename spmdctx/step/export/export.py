@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +10,7 @@ import jax
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import jaxpr_to_compile
+from spmdctx.plan.plan import Plan
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.align import align, tagged
 from spmdctx.step.export.checked import difference
@@ -20,7 +20,13 @@ from spmdctx.step.export.module import Tables, module_text
 from spmdctx.step.export.runtime import Numbered, digest, type_text
 from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.target import Target
-from spmdctx.wording.files import write_file
+
+
+def exportable(entry: Entry, target: Target, static: Static) -> Plan:
+    """Returns the plan of an entry, which can export itself; those of pipelines and servers cannot."""
+    if type(entry) is Entry and entry.plan.exporter is None:
+        entry.planned = replace(entry.planned, plan=replace(entry.plan, exporter=Exporter(entry, target, static)))
+    return entry.plan
 
 
 @dataclass(frozen=True)
@@ -31,17 +37,12 @@ class Exporter:
     target: Target
     static: Static
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the module.
+    def __call__(self) -> str:
+        """Returns the source of the module, which was run to see that it writes the step's own program.
 
         Raises:
             UnsupportedError: something that a module without spmdctx cannot say, by name.
-            FileError: the file cannot be written.
         """
-        write_file(path, self.text())
-
-    def text(self) -> str:
-        """Returns the source of the module, which was run to see that it writes the step's own program."""
         entry, planned = self.entry, self.entry.planned
         _check_supported(entry)
         form = form_of(entry, self.target, self.static)

@@ -198,7 +198,7 @@ class _Body:
             rows.append((one.primitive.name, tuple(map(read, one.invars)), own, to))
             names.update(zip(one.outvars, to, strict=True))
         specs = tuple(tuple(Code(source(spec)) for spec in params[side]) for side in ("in_specs", "out_specs"))
-        axes = tuple(sorted(params["manual_axes"]))
+        axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes", ()))))
         operands, to = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
         self._bind(to, eqn.outvars)
         self._rows.append(("local", operands, specs, axes, tuple(rows), tuple(map(read, results)), tuple(to)))

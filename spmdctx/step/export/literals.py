@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive, primitives
 from jax.sharding import PartitionSpec
 
 
@@ -46,11 +47,17 @@ def source(value: Any) -> str:
         return f"[{', '.join(map(source, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{source(key)}: {source(own)}' for key, own in value.items())}}}"
+    if isinstance(value, Primitive):
+        return next((f"primitives.{name}" for name, own in vars(primitives).items() if own is value), None) or _none(value.name)
     if isinstance(value, frozenset) and not value:
         return "frozenset()"
     if isinstance(value, frozenset):
         return f"frozenset({{{', '.join(sorted(map(source, value)))}}})"
-    raise NoLiteralError(type(value).__name__)
+    return _none(type(value).__name__)
+
+
+def _none(name: str) -> str:
+    raise NoLiteralError(name)
 
 
 def _of_lax(name: str, rest: str) -> str:

@@ -66,7 +66,8 @@ class Parallel:
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step, which then takes its arguments as flat leaves; arguments may be abstract."""
         leaves, jitted, _ = self._prepared(args, kwargs)
-        lowered: jax.stages.Lowered = jitted.lower(*leaves)
+        types = [leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf) for leaf in leaves]
+        lowered: jax.stages.Lowered = jitted.lower(*[jax.ShapeDtypeStruct(own.shape, own.dtype, weak_type=own.weak_type) for own in types])
         return lowered
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
@@ -237,6 +238,7 @@ class Writer:
         whole = {"rows": (("run", 0, len(self.numbered.lines)),), "results": self.numbered.results}
         self.table = BODIES.get(key, whole)
         self.values: dict[str, Any] = dict(self.numbered.inputs)
+        self.templates: dict[Any, Any] = {}
         self.eqns: list[Any] = []
 
     def check(self) -> None:
@@ -302,7 +304,7 @@ class Writer:
     def constrain(self, name: str, spec: Any, to: str | None = None, text: str = "") -> None:
         """Constrains a value to a sharding: from here on for all readers, or as a value `to` of its own."""
         sharding = NamedSharding(self.mesh, spec)
-        self._write(lambda value: jax.lax.with_sharding_constraint(value, sharding), [name], [to or name])
+        self._write(lambda value: jax.lax.with_sharding_constraint(value, sharding), [name], [to or name], (str(self.atom(name).aval), spec))
 
     def barrier(self, names: Any, to: Any) -> None:
         """Makes some values wait for each other."""
@@ -326,10 +328,15 @@ class Writer:
         mapped = jax.shard_map(on_blocks, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(axes), check_vma=False)
         self._write(mapped, operands, to)
 
-    def _write(self, function: Any, operands: Any, to: Any) -> None:
+    def _write(self, function: Any, operands: Any, to: Any, key: Any = None) -> None:
+        """Writes the one equation of a function; those of one `key` are alike."""
         atoms = [self.atom(name) for name in operands]
-        shapes = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, weak_type=getattr(one.aval, "weak_type", False)) for one in atoms]
-        (template,) = jax.make_jaxpr(function)(*shapes).jaxpr.eqns
+        template = self.templates.get(key)
+        if template is None:
+            shapes = [jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype, weak_type=one.aval.weak_type) for one in atoms]
+            (template,) = jax.make_jaxpr(function)(*shapes).jaxpr.eqns
+            if key is not None:
+                self.templates[key] = template
         info = self.eqns[-1].source_info if self.eqns else template.source_info
         fresh = [jexc.Var(var.aval) for var in template.outvars]
         self.eqns.append(template.replace(invars=atoms, outvars=fresh, source_info=info))
