@@ -63,7 +63,7 @@ class Plan(PlanData):
         """Writes what runs the step in the same way without spmdctx.
 
         Args:
-            kind: "jax" for a Python module that imports only JAX: mesh, shardings by path, constraints, and `parallel(step)`, whose compiled
+            kind: "jax" for a Python module that imports only JAX: mesh, shardings, constraints, and `parallel(step)`, whose compiled
                 collectives are those of this plan. "rules" for logical axis rules, as Flax and MaxText read them.
             path: the file, whose folder is made.
 

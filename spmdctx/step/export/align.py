@@ -35,7 +35,8 @@ def tagged(closed: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
 def _tagged(body: Any) -> Any:
     jaxpr = opened(body)
     eqns = [
-        eqn.replace(ctx=Tag(), params=eqn.params if eqn.primitive.name in MANUAL else with_bodies(eqn.params, _tagged)) for eqn in jaxpr.eqns
+        eqn.replace(ctx=Tag(), params=eqn.params if eqn.primitive.name in MANUAL else with_bodies(eqn.params, _tagged))
+        for eqn in jaxpr.eqns
     ]
     new = jaxpr.replace(eqns=eqns)
     return jexc.ClosedJaxpr(new, body.consts) if hasattr(body, "consts") else new

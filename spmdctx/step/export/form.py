@@ -30,6 +30,7 @@ class Form:
         fn: the step.
         call: its dynamic arguments, abstract.
         names: the names of its positional arguments.
+        axes: those of the mesh that is set while the step is traced.
         inputs: for each input of the captured program, which leaf of `call` it is.
         updated: for each leaf of a state, which result of the captured program is its next value, None for one that stays.
         objects: the names of the arguments that are nnx objects.
@@ -39,6 +40,7 @@ class Form:
     fn: Callable[..., Any]
     call: tuple[tuple[Any, ...], dict[str, Any]]
     names: tuple[str, ...]
+    axes: tuple[tuple[str, int], ...]
     inputs: tuple[int, ...]
     updated: tuple[int | None, ...] = ()
     objects: tuple[str, ...] = ()
@@ -47,7 +49,7 @@ class Form:
     def traced(self) -> tuple[Any, Any]:
         """Returns the step's own trace, and the structure of its result."""
         leaves, tree = jax.tree.flatten(self.call)
-        return traced(self.fn, leaves, tree)
+        return traced(self.fn, leaves, tree, dict(self.axes))
 
     def results(self, own: Any) -> list[int | str]:
         """Returns for each result of the own trace which result of the captured program it is, or the input that it is."""
@@ -72,10 +74,19 @@ def form_of(entry: Entry, target: Target, static: Static) -> Form:
             joined = static.join(own, others)
             return target.fn(*joined[0], **joined[1])
 
-        return Form(step, (tuple(args), kwargs), names[: len(args)], tuple(range(len(leaves))), static=_bound(target, static))
+        return Form(
+            step,
+            (tuple(args), kwargs),
+            names[: len(args)],
+            entry.captured.mesh_axes,
+            tuple(range(len(leaves))),
+            static=_bound(target, static),
+        )
     if isinstance(structure, ObjectStructure) and structure.regrown is None:
         return _with_state(entry, structure, target, static, leaves)
-    what = "functions among its arguments" if isinstance(structure, PureStructure) else "nnx objects that it makes, or whose form it changes"
+    what = (
+        "functions among its arguments" if isinstance(structure, PureStructure) else "nnx objects that it makes, or whose form it changes"
+    )
     raise UnsupportedError(
         f'export("jax") cannot write a step with {what}.',
         where=entry.captured.name,
@@ -87,7 +98,9 @@ def _positional(target: Target, static: Static) -> tuple[str, ...]:
     known = target.parameters.names
     count = max(len(known), 64)
     every = [known[place] if place < len(known) else f"argument{place}" for place in range(count)]
-    return tuple(every[static.position(place)] if isinstance(static.position(place), int) else f"argument{place}" for place in range(count - 8))
+    return tuple(
+        every[static.position(place)] if isinstance(static.position(place), int) else f"argument{place}" for place in range(count - 8)
+    )
 
 
 def _bound(target: Target, static: Static) -> tuple[str, ...]:
@@ -129,6 +142,7 @@ def _with_state(entry: Entry, structure: ObjectStructure, target: Target, static
         step,
         ((state, *others), kwargs),
         names,
+        captured.mesh_axes,
         (*[inputs[leaf] for leaf in range(count)], *range(count, len(leaves))),
         updated,
         tuple(every[place] for place in places),

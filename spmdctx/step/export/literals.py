@@ -32,7 +32,7 @@ def source(value: Any) -> str:
         return '"' + repr(value)[1:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
     if isinstance(value, np.bool_ | np.number):
         return repr(value.item())
-    if value is None or isinstance(value, bool | int | float) and not isinstance(value, Enum):
+    if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
         return repr(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return f'jax.numpy.dtype("{np.dtype(value).name}")'

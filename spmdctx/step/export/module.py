@@ -23,6 +23,7 @@ class Tables:
 
     name: str
     axes: Mapping[str, int]
+    traced_on: Mapping[str, int]
     arguments: Sequence[str]
     objects: Sequence[str]
     static: Sequence[str]
@@ -52,6 +53,7 @@ def module_text(tables: Tables) -> str:
         "from jax.sharding import PartitionSpec as P",
         "",
         f"AXES = {source(dict(tables.axes))}",
+        f"TRACED_ON = {source(dict(tables.traced_on))}  # the mesh that is set while the step is traced",
         f"ARGUMENTS = {source(tuple(tables.arguments))}",
         "",
         "# The leaves of the arguments and of the result, in order: path, type, sharding.",

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 P = PartitionSpec
 AXES: dict[str, int] = {}
+TRACED_ON: dict[str, int] = {}
 ARGUMENTS: tuple[str, ...] = ()
 INPUTS: tuple[Any, ...] = ()
 OUTPUTS: tuple[Any, ...] = ()
@@ -78,7 +79,7 @@ class Parallel:
                 _check_leaf(place, _name(path), leaf)
             if len(leaves) != len(INPUTS):
                 raise ValueError(f"The step that was exported takes {len(INPUTS)} arrays, and not {len(leaves)}.")
-            closed, result = traced(self.step, leaves, tree)
+            closed, result = traced(self.step, leaves, tree, TRACED_ON)
             program = jexc.jaxpr_as_fun(rewritten(closed, self.mesh))
             self._known[tree] = self._jitted(program), result
         return leaves, *self._known[tree]
@@ -96,7 +97,9 @@ class Parallel:
 def _name(path: Any) -> str:
     """Returns the path of an argument's leaf, such as `state/params/w`."""
     positional, argument, *inner = path
-    first = ARGUMENTS[argument.idx] if positional.idx == 0 and argument.idx < len(ARGUMENTS) else jax.tree_util.keystr((argument,), simple=True)
+    first = (
+        ARGUMENTS[argument.idx] if positional.idx == 0 and argument.idx < len(ARGUMENTS) else jax.tree_util.keystr((argument,), simple=True)
+    )
     return "/".join([first, *[jax.tree_util.keystr((key,), simple=True) for key in inner]])
 
 
@@ -117,8 +120,8 @@ def type_text(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
 
 
-def traced(step: Any, leaves: Any, tree: Any) -> tuple[Any, Any]:
-    """Returns the step as a closed jaxpr of flat leaves, and the structure of its result."""
+def traced(step: Any, leaves: Any, tree: Any, axes: Any) -> tuple[Any, Any]:
+    """Returns the step as a closed jaxpr of flat leaves, and its result's structure; `axes` are those of the mesh that is set."""
     results: list[Any] = []
 
     def flat(*own: Any) -> Any:
@@ -127,8 +130,11 @@ def traced(step: Any, leaves: Any, tree: Any) -> tuple[Any, Any]:
         results.append(result)
         return found
 
-    closed = jax.make_jaxpr(flat)(*leaves)
-    return closed, results[0]
+    if not axes:
+        return jax.make_jaxpr(flat)(*leaves), results[0]
+    types = (jax.sharding.AxisType.Auto,) * len(axes)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=types)):
+        return jax.make_jaxpr(flat)(*leaves), results[0]
 
 
 # A body is numbered: its equations from 0, those of calls in the caller's row. Values are named "in.0" (an input), "const.0", "12" (the
@@ -174,12 +180,12 @@ class Numbered:
                 results = operands[:1]
             elif body is not None and not getattr(body, "consts", ()):
                 inner = getattr(body, "jaxpr", body)
-                results = self._walk(inner, dict(zip(inner.invars, operands)))
+                results = self._walk(inner, dict(zip(inner.invars, operands, strict=True)))
             else:
                 number = len(self.lines)
                 results = [f"{number}.{place}" if place else f"{number}" for place in range(len(eqn.outvars))]
                 self.lines.append((eqn, operands, results))
-            names.update(zip(eqn.outvars, results))
+            names.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def text(self, number: int) -> str:
@@ -244,7 +250,13 @@ class Writer:
     def check(self) -> None:
         """Compares what the table says of equations with the equations."""
         for kind, *row in self.table["rows"]:
-            number, text = (row[0], row[-1]) if kind == "equation" else (int(row[0].partition(".")[0]), row[-1]) if kind == "constrain" and row[-1] else (None, "")
+            number, text = (
+                (row[0], row[-1])
+                if kind == "equation"
+                else (int(row[0].partition(".")[0]), row[-1])
+                if kind == "constrain" and row[-1]
+                else (None, "")
+            )
             if number is None or not text:
                 continue
             found = self.numbered.text(number) if number < len(self.numbered.lines) else "nothing"
@@ -299,12 +311,14 @@ class Writer:
         reads = changed.get("reads", {})
         invars = [self.atom(reads.get(place, name)) for place, name in enumerate(operands)]
         self.eqns.append(eqn.replace(invars=invars, outvars=fresh, params=params))
-        self.values.update(zip(changed.get("to", results), fresh))
+        self.values.update(zip(changed.get("to", results), fresh, strict=True))
 
     def constrain(self, name: str, spec: Any, to: str | None = None, text: str = "") -> None:
         """Constrains a value to a sharding: from here on for all readers, or as a value `to` of its own."""
         sharding = NamedSharding(self.mesh, spec)
-        self._write(lambda value: jax.lax.with_sharding_constraint(value, sharding), [name], [to or name], (str(self.atom(name).aval), spec))
+        self._write(
+            lambda value: jax.lax.with_sharding_constraint(value, sharding), [name], [to or name], (str(self.atom(name).aval), spec)
+        )
 
     def barrier(self, names: Any, to: Any) -> None:
         """Makes some values wait for each other."""
@@ -322,7 +336,7 @@ class Writer:
             for kind, own, params, names in rows:
                 taken = [values[name] if isinstance(name, str) else jax.numpy.asarray(*name) for name in own]
                 made = primitive(kind).bind(*taken, **params)
-                values.update(zip(names, made if primitive(kind).multiple_results else [made]))
+                values.update(zip(names, made if primitive(kind).multiple_results else [made], strict=True))
             return tuple(values[name] for name in results)
 
         mapped = jax.shard_map(on_blocks, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(axes), check_vma=False)
@@ -340,7 +354,7 @@ class Writer:
         info = self.eqns[-1].source_info if self.eqns else template.source_info
         fresh = [jexc.Var(var.aval) for var in template.outvars]
         self.eqns.append(template.replace(invars=atoms, outvars=fresh, source_info=info))
-        self.values.update(zip(to, fresh))
+        self.values.update(zip(to, fresh, strict=True))
 
 
 def _scalar(number: Any, dtype: str) -> Any:
