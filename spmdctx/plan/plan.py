@@ -12,7 +12,7 @@ from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import OtherPlan, diff_plans
 from spmdctx.plan.explain import explain_plan
-from spmdctx.plan.export import export_text
+from spmdctx.plan.export.kinds import export_text
 from spmdctx.plan.file import plan_json, read_plan, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again

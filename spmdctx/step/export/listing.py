@@ -13,7 +13,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.rules.control_flow import opened
 from spmdctx.step.export.align import Tag
 from spmdctx.step.export.literals import NoLiteralError, source
-from spmdctx.step.export.runtime import CALLS, Numbered, bodies
+from spmdctx.step.export.runtime import DISSOLVED, Numbered, bodies
 from spmdctx.trace.build.canonical import Canonical
 from spmdctx.trace.build.origins import source_line
 
@@ -199,9 +199,9 @@ class _Body:
             names.update(zip(one.outvars, to, strict=True))
         specs = tuple(tuple(Code(source(spec)) for spec in params[side]) for side in ("in_specs", "out_specs"))
         axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes", ()))))
-        operands, to = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
-        self._bind(to, eqn.outvars)
-        self._rows.append(("local", operands, specs, axes, tuple(rows), tuple(map(read, results)), tuple(to)))
+        operands, made = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
+        self._bind(made, eqn.outvars)
+        self._rows.append(("local", operands, specs, axes, tuple(rows), tuple(map(read, results)), tuple(made)))
 
     def _code(self, value: Any, eqn: Any) -> Code:
         """Returns the source of a parameter.
@@ -229,7 +229,7 @@ def dissolved(jaxpr: Any) -> tuple[list[Any], list[Any]]:
             return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
 
         for eqn in jaxpr.eqns:
-            inner, operands = eqn.params.get(CALLS.get(eqn.primitive.name, "")), [read(atom) for atom in eqn.invars]
+            inner, operands = eqn.params.get(DISSOLVED.get(eqn.primitive.name, "")), [read(atom) for atom in eqn.invars]
             if inner is not None and not getattr(inner, "consts", ()):
                 results = walk(opened(inner), dict(zip(opened(inner).invars, operands, strict=True)))
             else:

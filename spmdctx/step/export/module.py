@@ -54,7 +54,7 @@ def module_text(tables: Tables) -> str:
         "",
         f"AXES = {source(dict(tables.axes))}",
         f"TRACED_ON = {source(dict(tables.traced_on))}  # the mesh that is set while the step is traced",
-        f"ARGUMENTS = {source(tuple(tables.arguments))}",
+        f"ARGUMENT_NAMES = {source(tuple(tables.arguments))}",
         "",
         "# The leaves of the arguments and of the result, in order: path, type, sharding.",
         *_leaves("INPUTS", tables.inputs),
@@ -109,7 +109,7 @@ def _leaves(name: str, leaves: Sequence[tuple[str, str, Any]]) -> list[str]:
 
 
 def _bodies(bodies: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["BODIES = {"]
+    lines = ["EDITS = {"]
     for key, table in sorted(bodies.items()):
         lines.append(f"    {source(key)}: {{")
         for name, entry in table.items():

@@ -16,14 +16,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 P = PartitionSpec
 AXES: dict[str, int] = {}
 TRACED_ON: dict[str, int] = {}
-ARGUMENTS: tuple[str, ...] = ()
+ARGUMENT_NAMES: tuple[str, ...] = ()
 INPUTS: tuple[Any, ...] = ()
 OUTPUTS: tuple[Any, ...] = ()
 DONATED: tuple[str, ...] = ()
 COMPILER_OPTIONS: dict[str, Any] = {}
 DIGEST = ""
 JAX_VERSION = ""
-BODIES: dict[str, dict[str, Any]] = {}
+EDITS: dict[str, dict[str, Any]] = {}
 
 # MARK
 
@@ -98,7 +98,9 @@ def _name(path: Any) -> str:
     """Returns the path of an argument's leaf, such as `state/params/w`."""
     positional, argument, *inner = path
     first = (
-        ARGUMENTS[argument.idx] if positional.idx == 0 and argument.idx < len(ARGUMENTS) else jax.tree_util.keystr((argument,), simple=True)
+        ARGUMENT_NAMES[argument.idx]
+        if positional.idx == 0 and argument.idx < len(ARGUMENT_NAMES)
+        else jax.tree_util.keystr((argument,), simple=True)
     )
     return "/".join([first, *[jax.tree_util.keystr((key,), simple=True) for key in inner]])
 
@@ -140,12 +142,12 @@ def traced(step: Any, leaves: Any, tree: Any, axes: Any) -> tuple[Any, Any]:
 # A body is numbered: its equations from 0, those of calls in the caller's row. Values are named "in.0" (an input), "const.0", "12" (the
 # result of equation 12) or "12.1" (its second one). Constraints of the step's own are names for their operands: the tables have all of them.
 
-CALLS = {
+DISSOLVED = {
     **dict.fromkeys(("jit", "pjit", "composite"), "jaxpr"),
     **dict.fromkeys(("call", "core_call", "closed_call", "core_closed_call", "eval_jaxpr"), "call_jaxpr"),
     "remat_opt": "fwd_jaxpr",
 }
-INNER = {
+HELD = {
     **dict.fromkeys(("scan", "checkpoint", "remat", "remat2", "jit", "pjit", "xla_metadata_call", "compute_on"), ("jaxpr",)),
     **dict.fromkeys(("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "closed_call"), ("call_jaxpr",)),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -153,13 +155,13 @@ INNER = {
     "custom_vmap_call": ("call",),
     "linear_call": ("callee",),
 }
-SAME = frozenset({"sharding_constraint", "reshard"})
+RENAMING = frozenset({"sharding_constraint", "reshard"})
 
 
 class Numbered:
     """A body with numbers: `lines` has (equation, names of its operands or literals, names of its results)."""
 
-    def __init__(self, jaxpr: Any, same: Any = SAME) -> None:
+    def __init__(self, jaxpr: Any, same: Any = RENAMING) -> None:
         self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.lines: list[tuple[Any, list[Any], list[str]]] = []
         self.inputs = {
@@ -175,7 +177,7 @@ class Numbered:
 
         for eqn in jaxpr.eqns:
             operands, kind = [read(atom) for atom in eqn.invars], eqn.primitive.name
-            body = eqn.params.get(CALLS.get(kind, ""))
+            body = eqn.params.get(DISSOLVED.get(kind, ""))
             if kind in self._same:
                 results = operands[:1]
             elif body is not None and not getattr(body, "consts", ()):
@@ -198,7 +200,7 @@ class Numbered:
 def bodies(eqn: Any) -> list[tuple[str, int, Any]]:
     """Returns the bodies that an equation holds: the parameter, the place in it, the body."""
     found = []
-    for name in INNER.get(eqn.primitive.name, ()):
+    for name in HELD.get(eqn.primitive.name, ()):
         held = eqn.params.get(name)
         for place, body in enumerate(held if isinstance(held, (tuple, list)) else (held,)):
             if hasattr(getattr(body, "jaxpr", body), "eqns"):
@@ -242,7 +244,7 @@ class Writer:
     def __init__(self, body: Any, key: str, placed: Any) -> None:
         self.numbered, self.key, self.mesh = Numbered(body), key, placed
         whole = {"rows": (("run", 0, len(self.numbered.lines)),), "results": self.numbered.results}
-        self.table = BODIES.get(key, whole)
+        self.table = EDITS.get(key, whole)
         self.values: dict[str, Any] = dict(self.numbered.inputs)
         self.templates: dict[Any, Any] = {}
         self.eqns: list[Any] = []

@@ -1,9 +1,11 @@
 """Modules that `plan.export("jax")` writes: the same compiled collectives and numbers, without spmdctx."""
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -220,6 +222,16 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     with pytest.raises(UnsupportedError, match="gradient options"):
         spmdctx.parallel(local, parallel_mode="data_parallel").plan(CHAIN, X).export("jax", path)
     assert not path.exists()
+
+
+def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    page = (Path(__file__).parents[3] / "docs" / "export.md").read_text(encoding="utf-8")
+    names = {}
+    for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+        exec(compile(block, "export.md", "exec"), names)
+    assert dict(names["exported"].AXES) == names["rules"].MESH
 
 
 def test_static_arguments_are_bound_first(tmp_path):
