@@ -140,7 +140,7 @@ def traced(step: Any, leaves: Any, tree: Any, axes: Any) -> tuple[Any, Any]:
 
 
 # A body is numbered: its equations from 0, those of calls in the caller's row. Values are named "in.0" (an input), "const.0", "12" (the
-# result of equation 12) or "12.1" (its second one). Constraints of the step's own are names for their operands: the tables have all of them.
+# result of equation 12) or "12.1" (its second one). The step's own constraints are names for their operands, as the tables have them all.
 
 DISSOLVED = {
     **dict.fromkeys(("jit", "pjit", "composite"), "jaxpr"),
