@@ -56,6 +56,7 @@ from spmdctx.errors import (
 from spmdctx.ir.layout import Layout
 from spmdctx.machine.topology import Topology
 from spmdctx.plan import Plan
+from spmdctx.shard.auto_parallel import AutoParallel
 from spmdctx.shard.decorate import shard
 from spmdctx.step.report.report import StepReport
 from spmdctx.step.verify.verify import VerifyReport
@@ -64,6 +65,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",
+    "AutoParallel",
     "CheckpointError",
     "CheckpointManager",
     "CommunicationError",

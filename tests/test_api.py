@@ -45,6 +45,7 @@ FUNCTIONS = [
 MODULES = ["communication", "data", "ops"]
 CLASSES = [
     "AuditReport",
+    "AutoParallel",
     "CheckpointManager",
     "Layout",
     "MicroBatchInterleaved",

@@ -20,7 +20,7 @@ from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, fail
 from spmdctx.cli.program import add_program_arguments, add_target_argument, choose, started, target_options
 from spmdctx.cli.strategies import add_strategies_arguments, strategies
 from spmdctx.cli.train import add_train_arguments, train
-from spmdctx.errors import naming_file
+from spmdctx.errors import ContextError, naming_file
 from spmdctx.plan.plan import Plan
 from spmdctx.step.verify.verify import checked_rtol
 
@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(arguments: argparse.Namespace, output: Output) -> int:
     """Plans a program; needs no devices."""
+    if bool(arguments.export) != bool(arguments.out):
+        raise ContextError("--export and --out go together.", fix="such as --export jax --out step.py")
     choice = choose(arguments)
     step, args = choice.program(concrete=False)
     with choice.context(), output.waiting("planning"):
@@ -61,6 +63,9 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.html:
         with naming_file("--html", arguments.html, "the page cannot be written"):
             made.save_html(arguments.html)
+    if arguments.export:
+        with naming_file("--out", arguments.out, "the export cannot be written"):
+            made.export(arguments.export, arguments.out)
     output.finish(plan_data(made))
     return 0
 
@@ -119,6 +124,8 @@ def command_parser() -> argparse.ArgumentParser:
     one = _command(commands, "plan", plan, "show how a program would be split, and what it would communicate")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON (default: no file)")
     one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page (default: no file)")
+    one.add_argument("--export", choices=("jax", "rules"), help="what to write to --out: a module for JAX alone, or logical axis rules")
+    one.add_argument("--out", type=Path, metavar="FILE", help="the file for --export (default: no file)")
     add_program_arguments(one)
     one = _command(commands, "explain", explain, "say why tensors or ops of a saved plan are split as they are")
     one.add_argument("plan", type=Path, help="a plan file")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group
 
@@ -12,6 +12,7 @@ from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import OtherPlan, diff_plans
 from spmdctx.plan.explain import explain_plan
+from spmdctx.plan.export.kinds import export_text
 from spmdctx.plan.file import plan_json, read_plan, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
@@ -57,6 +58,22 @@ class Plan(PlanData):
             FileError: the file cannot be written; a former one is as it was.
         """
         write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
+
+    def export(self, kind: str, path: str | os.PathLike[str]) -> None:
+        """Writes what runs the step in the same way without spmdctx.
+
+        Args:
+            kind: "jax" for a Python module that imports only JAX: mesh, shardings, constraints, and `parallel(step)`, whose compiled
+                collectives are those of this plan. "rules" for logical axis rules, as Flax and MaxText read them.
+            path: the file, whose folder is made.
+
+        Raises:
+            ContextError: another kind.
+            UnsupportedError: what cannot be said in that form, by name, such as a plan of servers.
+            PlanError: "jax" of a plan that does not hold its step, such as one from a file.
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_file(path, export_text(self, kind))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -107,7 +124,7 @@ class Plan(PlanData):
                 got=f"a plan of parallel_mode {self.mode!r} on {counted(self.logical_mesh.num_devices, 'device')}",
                 fix="plan the step again in auto_parallel on several devices, and certify that plan",
             )
-        return self.certifier()
+        return replace(self.certifier(), exporter=self.exporter)
 
     def pareto(
         self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = (), *, progress: Progress | None = None

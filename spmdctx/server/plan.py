@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,6 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.server.loads import LocalLoad, ServerLoad
@@ -48,6 +50,12 @@ class ServedPlan(Plan):
     def step_s(self) -> float:
         """Predicted seconds of a step: the parts of the worker that has most, and the exchange."""
         return -(-self.num_parts // self.num_workers) * self.cost.total_s + self.exchange_s
+
+    def export(self, kind: str, path: str | os.PathLike[str]) -> None:
+        """Refuses: no module without spmdctx exchanges arrays with servers."""
+        raise UnsupportedError(
+            "The plan of a step on servers cannot be exported.", got=f"export({kind!r})", fix="plan the step with enable_ps=False"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the table of servers says as plain data, in seconds and bytes."""

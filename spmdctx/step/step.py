@@ -29,6 +29,7 @@ from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
+from spmdctx.step.export.export import exportable
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.report.calls import Calls, noted
@@ -205,7 +206,7 @@ class ParallelStep(Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
-        return self._entry_of(args, kwargs).plan
+        return exportable(self._entry_of(args, kwargs), self._target, self._split(args, kwargs)[1])
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step's program with JAX; `.compile()` compiles it once for this, the audit and the calls.

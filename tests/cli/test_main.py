@@ -49,6 +49,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
     assert "--json" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["jax", "rules"])
+def test_plan_exports(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.py"
+    code, data = _run(capsys, "plan", *SMALL, "--export", kind, "--out", str(out))
+    assert code == 0
+    names: dict[str, Any] = {}
+    exec(out.read_text(encoding="utf-8"), names)
+    assert names["AXES" if kind == "jax" else "MESH"] == data["mesh"]
+
+
+def test_plan_exports_into_a_file_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--export", "jax"]) == 2
+    assert "--out" in capsys.readouterr().err
+
+
 def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, data = _run(capsys, "train", *SMALL, "--steps", "3", "--out", str(tmp_path))
     assert code == 0
