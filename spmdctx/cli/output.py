@@ -208,6 +208,11 @@ def _is_own(file: str) -> bool:
     return not (file.startswith((_PACKAGE, "<")) or in_library or is_framework(file))
 
 
+def print_warning(kind: str, text: str) -> None:
+    """Prints a warning to standard error."""
+    Console(stderr=True, highlight=False).print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+
+
 def _print_error(text: str) -> None:
     sys.stdout.flush()
     Console(stderr=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}", soft_wrap=True)
