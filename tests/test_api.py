@@ -93,11 +93,13 @@ def test_public_classes_are_documented(name):
 
 
 def test_a_step_has_these_methods():
-    methods = [name for name in vars(spmdctx.ParallelStep) if not name.startswith("_")]
+    methods = {name for kind in spmdctx.ParallelStep.__mro__[:-2] for name in vars(kind) if not name.startswith("_")}
     assert sorted(methods) == [
         "audit",
         "batch_targets",
+        "clear_cache",
         "context",
+        "eval_shape",
         "in_shardings",
         "infer_predict_layout",
         "init",
@@ -107,6 +109,7 @@ def test_a_step_has_these_methods():
         "plan",
         "report",
         "shard_batch",
+        "trace",
         "traffic",
         "verify",
         "with_context",

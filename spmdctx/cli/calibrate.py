@@ -33,7 +33,7 @@ def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:
         write_file(arguments.out, topology_text(found.topology, as_json=arguments.out.suffix == ".json"))
         output.say(f"written to {arguments.out}; use it with --topology {arguments.out}, or topology= in Python")
     rows = [row._asdict() for row in found.collectives]
-    output.finish({"topology": dataclasses.asdict(found.topology), "collectives": rows, "notes": list(found.notes)})
+    output.finish_with("calibrate", {"topology": dataclasses.asdict(found.topology), "collectives": rows, "notes": list(found.notes)})
     return 0
 
 

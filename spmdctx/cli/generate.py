@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from spmdctx.checkpoint import CheckpointManager, load_distributed_checkpoint
-from spmdctx.cli.output import Output, plan_data
+from spmdctx.cli.output import Output
 from spmdctx.cli.program import Choice, started
 from spmdctx.errors import CheckpointError, ContextError
 from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
@@ -47,7 +47,9 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     for text in texts:
         output.say(text)
     output.say(f"{loaded}; {tokens.size} tokens in {seconds:.1f} s, compiling included")
-    output.finish({"plan": plan_data(plan), "texts": texts, "tokens": tokens.tolist(), "seconds": seconds, "loaded": loaded})
+    output.finish_with(
+        "generate", {"plan": plan.to_dict(), "texts": texts, "tokens": tokens.tolist(), "seconds": seconds, "loaded": loaded}
+    )
     return 0
 
 

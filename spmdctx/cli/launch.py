@@ -37,7 +37,7 @@ def launch(arguments: argparse.Namespace, output: Output) -> int:
     outcome = run_job(job, sys.stderr if output.as_json else None)
     if outcome.trouble:
         sys.stderr.write(f"error: {outcome.trouble}\n")
-    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble})
+    output.finish_with("launch", {"exit_code": outcome.code, "trouble": outcome.trouble})
     return outcome.code
 
 
@@ -56,7 +56,7 @@ def _scale(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.script is not None or (arguments.servers is None and arguments.workers is None):
         raise ContextError("--scale needs numbers, and no script.", need="spmdctx launch --scale FOLDER --servers N --workers N")
     scale(arguments.scale, servers=arguments.servers, workers=arguments.workers)
-    output.finish({"exit_code": 0, "folder": os.path.abspath(arguments.scale)})
+    output.finish_with("launch", {"exit_code": 0, "folder": os.path.abspath(arguments.scale)})
     return 0
 
 
@@ -88,7 +88,9 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     done = outcome.summary
     staleness = {str(late): count for late, count in sorted(done.staleness.items())} if done is not None else {}
     updates = done.version if done is not None else 0
-    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness})
+    output.finish_with(
+        "launch", {"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness}
+    )
     return outcome.code
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from spmdctx.cli.output import Output, audit_data, diff_data, explain_data, plan_data, verify_data
+from spmdctx.cli.output import Output
 from spmdctx.cli.program import choose, started, target_options
 from spmdctx.errors import naming_file
 from spmdctx.plan.plan import Plan
@@ -24,7 +24,7 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.html:
         with naming_file("--html", arguments.html, "the page cannot be written"):
             made.save_html(arguments.html)
-    output.finish(plan_data(made))
+    output.finish(made)
     return 0
 
 
@@ -32,7 +32,7 @@ def explain(arguments: argparse.Namespace, output: Output) -> int:
     """Explains what a plan does with the tensors or ops that match; returns 1 if none does."""
     explanation = _read_plan("plan", arguments.plan).explain(arguments.pattern)
     output.show(explanation)
-    output.finish(explain_data(explanation))
+    output.finish(explanation)
     return 0 if explanation else 1
 
 
@@ -40,7 +40,7 @@ def diff(arguments: argparse.Namespace, output: Output) -> int:
     """Compares two plans; returns 1 if they differ."""
     found = _read_plan("before", arguments.before).diff(_read_plan("after", arguments.after))
     output.show(found)
-    output.finish(diff_data(found))
+    output.finish(found)
     return 1 if found else 0
 
 
@@ -52,7 +52,7 @@ def audit(arguments: argparse.Namespace, output: Output) -> int:
         step, args = choice.program(concrete=False)
         report = choice.parallel(step, **options).audit(*args)
     output.show(report)
-    output.finish(audit_data(report))
+    output.finish(report)
     return 0 if report.ok else 1
 
 
@@ -63,7 +63,7 @@ def verify(arguments: argparse.Namespace, output: Output) -> int:
         step, args = choice.program(concrete=True)
         report = choice.parallel(step).verify(*args, rtol=arguments.rtol)
     output.show(report)
-    output.finish(verify_data(report))
+    output.finish(report)
     return 0 if report.ok else 1
 
 

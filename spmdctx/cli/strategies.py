@@ -45,7 +45,7 @@ def strategies(arguments: argparse.Namespace, output: Output) -> int:
             output.say(state.detail)
         states.append(state)
     ok = all(state.ok for state in states)
-    output.finish({"ok": ok, "files": [{**state._asdict(), "ok": state.ok} for state in states]})
+    output.finish_with("strategies", {"ok": ok, "files": [{**state._asdict(), "ok": state.ok} for state in states]})
     return 0 if ok else 1
 
 

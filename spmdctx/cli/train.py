@@ -15,7 +15,7 @@ import jax
 
 from spmdctx.checkpoint import CheckpointManager
 from spmdctx.cli.generate import STATE, save_model
-from spmdctx.cli.output import Output, audit_data, plan_data, verify_data
+from spmdctx.cli.output import Output
 from spmdctx.cli.program import Choice, started
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
@@ -109,16 +109,9 @@ def _check_and_save(
     files = _save(plan, out)
     output.title("Written")
     output.say("  ".join(files.values()))
-    output.finish(
-        {
-            "plan": plan_data(plan),
-            "losses": losses,
-            "step_s": seconds,
-            "report": None if report is None else report.to_dict(),
-            "audit": audit_data(audit),
-            "verify": verify_data(verify),
-            "files": files,
-        }
+    output.finish_with(
+        "train",
+        {"plan": plan.to_dict(), "losses": losses, "step_s": seconds, "report": report, "audit": audit, "verify": verify, "files": files},
     )
     return 0 if audit.ok and verify.ok else 1
 

@@ -54,7 +54,7 @@ def submit(arguments: argparse.Namespace, output: Output) -> int:
     made = Cluster(arguments.context, arguments.namespace).submit(objects, dry_run=arguments.dry_run)
     for name in made:
         output.say(f"{'would create' if arguments.dry_run else 'created'} {name}")
-    output.finish({"created": [] if arguments.dry_run else made, "dry_run": arguments.dry_run, "objects": objects})
+    output.finish_with("k8s_submit", {"created": [] if arguments.dry_run else made, "dry_run": arguments.dry_run, "objects": objects})
     return 0
 
 
@@ -68,7 +68,7 @@ def status(arguments: argparse.Namespace, output: Output) -> int:
         ended = f", exit code {', '.join(map(str, pod.exit_codes))}" if pod.exit_codes else ""
         output.say(f"  {pod.component:9} {pod.name}: {pod.phase}{ended}")
     pods = [{"name": pod.name, "component": pod.component, "phase": pod.phase, "exit_codes": pod.exit_codes} for pod in found.pods]
-    output.finish({**found._asdict(), "pods": pods})
+    output.finish_with("k8s_status", {**found._asdict(), "pods": pods})
     return 1 if found.word == FAILED else 0
 
 
@@ -81,7 +81,7 @@ def logs(arguments: argparse.Namespace, output: Output) -> int:
         else:
             sys.stdout.write(f"{written.line}\n")
             sys.stdout.flush()
-    output.finish({"name": arguments.name, "lines": lines})
+    output.finish_with("k8s_logs", {"name": arguments.name, "lines": lines})
     return 0
 
 
@@ -89,7 +89,7 @@ def delete(arguments: argparse.Namespace, output: Output) -> int:
     """Deletes a job."""
     gone = Cluster(arguments.context, arguments.namespace).delete(arguments.name)
     output.say(f"deleted {gone}")
-    output.finish({"deleted": gone})
+    output.finish_with("k8s_delete", {"deleted": gone})
     return 0
 
 
@@ -114,4 +114,4 @@ def _finish(objects: Sequence[Mapping[str, Any]], out: Path | None, output: Outp
         output.say("  ".join(files))
     elif not output.as_json:
         sys.stdout.write(text_of(made))
-    output.finish({"objects": made, "files": files, "notes": list(notes)})
+    output.finish_with("k8s_objects", {"objects": made, "files": files, "notes": list(notes)})
