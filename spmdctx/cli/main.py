@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -20,7 +21,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # Arguments of a script on a cluster follow "--"; those of launch follow the script.
     end = words.index("--") if words[:1] == ["k8s"] and "--" in words else len(words)
-    arguments = command_parser().parse_args(words[:end])
+    parser = command_parser()
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete
+
+        argcomplete.autocomplete(parser)  # answers a shell, and ends the process
+    arguments = parser.parse_args(words[:end])
     if end < len(words) or words[:1] == ["k8s"]:
         arguments.arguments = words[end + 1 :]
     from spmdctx.cli.output import Output, failed

@@ -8,7 +8,13 @@ from pathlib import Path
 from spmdctx import __version__
 from spmdctx.cli.parser.k8s import add_k8s_commands
 from spmdctx.cli.parser.one import EPILOG, add_command
-from spmdctx.cli.parser.others import add_calibrate_arguments, add_launch_arguments, add_strategies_arguments
+from spmdctx.cli.parser.others import (
+    add_calibrate_arguments,
+    add_completion_arguments,
+    add_env_arguments,
+    add_launch_arguments,
+    add_strategies_arguments,
+)
 from spmdctx.cli.parser.program import add_program_arguments, add_target_argument
 from spmdctx.cli.parser.training import add_generate_arguments, add_train_arguments
 from spmdctx.cli.parser.values import fraction
@@ -54,6 +60,10 @@ def command_parser() -> argparse.ArgumentParser:
     )
     add_calibrate_arguments(one)
     add_launch_arguments(add_command(commands, "launch", "launch:launch", "run a script as several processes on this machine"))
+    add_env_arguments(add_command(commands, "env", "about.environment:env", "print what a bug report needs: versions, devices, variables"))
+    add_completion_arguments(
+        add_command(commands, "completion", "about.completion:completion", "print the script by which a shell completes commands")
+    )
     one = commands.add_parser(
         "k8s", help="run a script on a Kubernetes cluster", description="Jobs on a Kubernetes cluster.", epilog=EPILOG
     )

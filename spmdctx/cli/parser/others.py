@@ -1,4 +1,4 @@
-"""The arguments of `launch`, `calibrate` and `strategies`."""
+"""The arguments of `launch`, `calibrate`, `strategies`, `env` and `completion`."""
 
 from __future__ import annotations
 
@@ -53,3 +53,18 @@ def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=("hand", "searched"), help="hand strategies and contexts, or searched plans (default: both)")
     parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="of the searched plans (default: the library's own)")
     parser.add_argument("--folder", type=Path, help="a library of your own, with its rows.yaml (default: the one that is installed)")
+
+
+def add_env_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `env`."""
+    parser.add_argument("--config", metavar="FILE.yaml", help="the file whose options belong to the report (default: none)")
+
+
+def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `completion`."""
+    parser.description = (
+        "Print the script by which a shell completes commands. Have your shell read it when it starts: for bash, put "
+        'eval "$(spmdctx completion bash)" into ~/.bashrc; for zsh the same with zsh into ~/.zshrc; for fish, '
+        "spmdctx completion fish | source into ~/.config/fish/config.fish."
+    )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from spmdctx.cli.parser.values import positive, positive_number
-from spmdctx.context.docs import add_context_arguments
+from spmdctx.context.docs import add_context_arguments, offer
 from spmdctx.machine.presets import PRESETS as MACHINES
 from spmdctx.models.presets import DECODERS
 
@@ -35,7 +35,8 @@ _TARGET_HELP = "cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-
 def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that choose the program and how it is planned."""
     program = parser.add_argument_group("program")
-    program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(DECODERS)} (default: %(default)s)")
+    model = program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(DECODERS)} (default: %(default)s)")
+    offer(model, DECODERS)
     program.add_argument(
         "--program",
         metavar="MODULE:FUNCTION",
@@ -52,7 +53,7 @@ def add_program_arguments(parser: argparse.ArgumentParser) -> None:
     planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
     planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
     planning.add_argument("--model-parallel", type=positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
-    planning.add_argument("--topology", metavar="NAME", help=_TOPOLOGY_HELP)
+    offer(planning.add_argument("--topology", metavar="NAME", help=_TOPOLOGY_HELP), MACHINES)
     memory = planning.add_mutually_exclusive_group()
     memory.add_argument("--memory-gib", type=positive_number, metavar="N", help="memory budget per device (default: the machine's)")
     memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")
