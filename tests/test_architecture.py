@@ -63,7 +63,7 @@ INNER = {
     "step": (
         "planning processes direct out_of_memory agreement options",
         "entry",
-        "placement broadcast verify pipelined report export",
+        "placement broadcast verify pipelined report export jitted",
         "served",
         "step",
     ),

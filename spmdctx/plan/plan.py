@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rich.console import Group
 
@@ -13,17 +14,19 @@ from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import OtherPlan, diff_plans
 from spmdctx.plan.explain import explain_plan
 from spmdctx.plan.export.kinds import export_text
-from spmdctx.plan.file import plan_json, read_plan, write_plan
+from spmdctx.plan.file import plan_json, plan_state, read_plan, restored, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
 from spmdctx.plan.show.page import plan_document, plan_page
 from spmdctx.plan.show.pareto import Pareto, showing
+from spmdctx.plan.show.plain import plan_figures
 from spmdctx.plan.show.table import plan_table
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 from spmdctx.wording.files import write_file
+from spmdctx.wording.reports import stamped
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -87,8 +90,21 @@ class Plan(PlanData):
         return found
 
     def to_json(self) -> str:
-        """Returns the text of the plan's file."""
+        """Returns the text of the plan's file, which `load` reads; `to_dict` gives what the table says."""
         return plan_json(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the table says as plain data, in seconds and bytes, with its versioned "schema"."""
+        return stamped("plan", plan_figures(self))
+
+    def __reduce__(self) -> Any:
+        return restored, (type(self), plan_json(self), plan_state(self))
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
 
     def diff(self, other: Plan | OtherPlan) -> PlanDiff:
         """Returns the changes from this plan to `other`, which may be the plan of a pipeline."""

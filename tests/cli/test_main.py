@@ -15,8 +15,9 @@ import pytest
 from rich.table import Table
 
 from spmdctx import CheckpointManager
-from spmdctx.cli.main import command_parser, main
+from spmdctx.cli.main import main
 from spmdctx.cli.output import Output
+from spmdctx.cli.parser.commands import command_parser
 from spmdctx.errors import message
 from spmdctx.machine.presets import PRESETS
 from spmdctx.models import WordTokenizer, read_text, read_tokenizer
