@@ -49,7 +49,7 @@ INNER = {
     ),
     "search/solver": ("problem", "unlimited", "limited", "solve"),
     "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
-    "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "show", "plan"),
+    "plan": ("rows alternatives", "data", "groups mismatch", "mindspore library", "diff explain pareto file", "summary", "show", "plan"),
     "pipeline": ("schedule", "cut", "programs", "capture", "stages", "data run", "search show file diff", "plan audit", "assemble"),
     "server": ("program scale node", "results local", "state", "loads alone", "engine", "remote plan marks roles", "initial"),
     "server/program": ("balance rows recipe", "capture", "row_step", "tables split_rows", "cut", "spec worker", "row_ids crossing"),

@@ -102,6 +102,7 @@ def plan_data(plan: Plan | PipelinePlan) -> dict[str, Any]:
     if isinstance(plan, PipelinePlan):
         return plan.to_dict()
     return {
+        "summary": plan.summary,
         "mesh": plan.mesh,
         "mode": plan.mode,
         "search_mode": plan.search_mode,
@@ -111,6 +112,8 @@ def plan_data(plan: Plan | PipelinePlan) -> dict[str, Any]:
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,
         "timing": plan.timing._asdict(),
+        "rates": plan.rates._asdict(),
+        "made_for": {"step": plan.about.step, "model": plan.about.model, "versions": dict(plan.about.versions)},
         "inputs": [
             {"path": leaf.path, "role": leaf.role, "shape": leaf.shape, "dtype": leaf.dtype, "sharding": format_sharding(leaf.sharding)}
             for leaf in plan.inputs

@@ -69,7 +69,7 @@ class Walk:
         stacked = set(_stacked(table))
         self._flows: dict[int, Flow] = {
             value: Flow(input_dims(tensor, value in stacked), number if tensor.role is Role.PARAMETER else None, tensor.role is Role.BATCH)
-            for number, (tensor, value) in enumerate(zip(inputs, table.inputs, strict=True))
+            for number, (tensor, value) in enumerate(zip(inputs, table.inputs, strict=False))
         }
 
     def __iter__(self) -> Iterator[Walked]:

@@ -17,7 +17,7 @@ _NEARLY_ALL = 0.9
 _SOME = 0.1
 _MOST_NAMES = 3
 
-_KINDS = (
+_WORDS = (
     ("embedding", re.compile(r"embed|wte|wpe|token_table|vocab", re.I)),
     ("experts", re.compile(r"expert|moe", re.I)),
     ("attention", re.compile(r"att(entio)?n|mha|(^|[/_.])(q|k|v|o|qkv|query|key|value|[qkvo]_?proj)([/_.]|$)", re.I)),
@@ -31,11 +31,16 @@ _NO_NAMES = frozenset({"kernel", "weight", "weights", "bias", "scale", "embeddin
 
 def sentence_of(plan: PlanData) -> str:
     """Returns what a plan is, such as "ZeRO-1 over 8 devices, embedding split by features, MLP tensor-parallel over 4"."""
-    devices = plan.logical_mesh.num_devices
-    if devices == 1:
-        return "One device, nothing is split"
+    text = phrase_of(plan)
+    return text[0].upper() + text[1:]
+
+
+def phrase_of(plan: PlanData) -> str:
+    """Returns what a plan is, as a part of a sentence."""
+    if plan.logical_mesh.num_devices == 1:
+        return "one device, nothing is split"
     strategy = strategy_of(plan.logical_mesh.names, plan.inputs, [plan.op_table], plan.collectives)
-    return sentence(strategy, dict(plan.logical_mesh.axes), asks_for_first_stage(plan.options))
+    return phrase(strategy, dict(plan.logical_mesh.axes), asks_for_first_stage(plan.options))
 
 
 def asks_for_first_stage(options: Iterable[tuple[str, Any]]) -> bool:
@@ -48,14 +53,11 @@ def asks_for_first_stage(options: Iterable[tuple[str, Any]]) -> bool:
     return bool(own.get("enable_parallel_optimizer")) and level == OPTIMIZER_LEVELS[0]
 
 
-def sentence(strategy: Strategy, sizes: Mapping[str, int], is_first_stage: bool = False) -> str:
+def phrase(strategy: Strategy, sizes: Mapping[str, int], is_first_stage: bool = False) -> str:
     """Returns what a strategy is on a mesh with axes of these sizes; if `is_first_stage`, split optimizer state is ZeRO-1."""
     second = 2 if strategy.gradients >= _MOST and not is_first_stage else 1
     parts = [*_of_batch(strategy, sizes, second), *_of_weights(strategy, sizes), *_of_dims(strategy, sizes)]
-    if not parts:
-        return f"Everything repeated on {counted(slices(sizes, sizes), 'device')}"
-    text = ", ".join(parts)
-    return text[0].upper() + text[1:]
+    return ", ".join(parts) if parts else f"everything repeated on {counted(slices(sizes, sizes), 'device')}"
 
 
 def _of_batch(strategy: Strategy, sizes: Mapping[str, int], of_states: int) -> Iterator[str]:
@@ -137,7 +139,7 @@ def _kind(path: str, *, is_table: bool) -> str:
     """Returns what a parameter is part of, in the words of its path."""
     if is_table:
         return "embedding"
-    for name, pattern in _KINDS:
+    for name, pattern in _WORDS:
         if pattern.search(path):
             return name
     parts = [re.sub(r"\d+", "*", part) for part in path.split("/")]

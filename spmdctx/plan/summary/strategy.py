@@ -200,4 +200,3 @@ def _scattered(collectives: Sequence[Collective], rows: Collection[str]) -> floa
 def slices(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Returns into how many parts some axes split."""
     return math.prod(sizes[axis] for axis in axes)
-

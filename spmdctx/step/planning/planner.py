@@ -31,6 +31,7 @@ from spmdctx.search.optimizer.refined_mesh import refined_axes
 from spmdctx.search.select import Shared, search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
+from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
 from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
@@ -109,6 +110,7 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     reshards = LazyRows(lambda: reshards_of(program.graph, bill.moves))
     priced = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     priced = replace(priced, memory_profile=bill.memory_profile, early=bill.early)
+    priced = replace(priced, about=about_of(program, captured, settings))
     _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
     return Planned(priced, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))

@@ -17,13 +17,15 @@ def shaped(*sizes, dtype=jnp.float32):
 
 
 def trained(loss, parameters, batch, pins=None, **options):
-    """The plan of a step of Adam; `pins` constrains parameters by their paths, as (Layout-free) tuples of mesh axes per dimension."""
+    """The plan of a step of Adam; `pins` constrains parameters by their paths, by tuples of mesh axes."""
 
     def step(state, batch):
         parameters, moments = state
         if pins:
-            parameters = {name: jax.lax.with_sharding_constraint(one, jax.P(*pins.get(name, ()))) if name in pins else one
-                          for name, one in parameters.items()}
+            parameters = {
+                name: jax.lax.with_sharding_constraint(one, jax.P(*pins.get(name, ()))) if name in pins else one
+                for name, one in parameters.items()
+            }
         value, gradients = jax.value_and_grad(loss)(parameters, batch)
         updates, moments = OPTIMIZER.update(gradients, moments, parameters)
         return (optax.apply_updates(parameters, updates), moments), value
@@ -56,7 +58,10 @@ TOKENS = {"x": shaped(ROWS, SEQ, dtype=jnp.int32), "y": shaped(ROWS, SEQ, dtype=
 
 
 def language_loss(table=None, up=None, down=None, head=None):
-    look, first, second, last = shard(lambda table, ids: table[ids], *(table or ())), *(shard(jnp.matmul, *(one or ())) for one in (up, down, head))
+    look, first, second, last = (
+        shard(lambda table, ids: table[ids], *(table or ())),
+        *(shard(jnp.matmul, *(one or ())) for one in (up, down, head)),
+    )
 
     def loss(parameters, batch):
         x = look(parameters["embedding"], batch["x"])
@@ -67,8 +72,12 @@ def language_loss(table=None, up=None, down=None, head=None):
     return loss
 
 
-ATTENTION = {"query": shaped(WIDTH, HEADS, WIDTH // HEADS), "key": shaped(WIDTH, HEADS, WIDTH // HEADS),
-             "value": shaped(WIDTH, HEADS, WIDTH // HEADS), "out": shaped(HEADS, WIDTH // HEADS, WIDTH)}
+ATTENTION = {
+    "q_proj": shaped(WIDTH, HEADS, WIDTH // HEADS),
+    "k_proj": shaped(WIDTH, HEADS, WIDTH // HEADS),
+    "v_proj": shaped(WIDTH, HEADS, WIDTH // HEADS),
+    "o_proj": shaped(HEADS, WIDTH // HEADS, WIDTH),
+}
 
 
 def attention_loss(inward=None, outward=None):
@@ -76,9 +85,9 @@ def attention_loss(inward=None, outward=None):
     join = shard(lambda x, w: jnp.einsum("bshk,hkd->bsd", x, w), *(outward or ()))
 
     def loss(parameters, batch):
-        q, k, v = (project(batch["x"], parameters[name]) for name in ("query", "key", "value"))
+        q, k, v = (project(batch["x"], parameters[name]) for name in ("q_proj", "k_proj", "v_proj"))
         weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k))
-        return jnp.mean((join(jnp.einsum("bhqs,bshk->bqhk", weights, v), parameters["out"]) - batch["y"]) ** 2)
+        return jnp.mean((join(jnp.einsum("bhqs,bshk->bqhk", weights, v), parameters["o_proj"]) - batch["y"]) ** 2)
 
     return loss
 
