@@ -62,6 +62,7 @@ INNER = {
     "k8s": ("job render", "operators", "manifest state", "mindspore cluster"),
     "step": (
         "planning processes direct out_of_memory agreement options",
+        "words",
         "entry",
         "placement broadcast verify pipelined report",
         "served",

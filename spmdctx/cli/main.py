@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if end < len(words) or words[:1] == ["k8s"]:
         arguments.arguments = words[end + 1 :]
     output = Output(arguments.json)
+    if getattr(arguments, "verbose", False):
+        logging.basicConfig(stream=sys.stderr, format="%(message)s")
+        logging.getLogger("spmdctx").setLevel(logging.INFO)
     run: Callable[[argparse.Namespace, Output], int] = arguments.run
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
@@ -160,6 +164,7 @@ def _relative(text: str) -> float:
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace, Output], int], text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=_EPILOG)
     parser.add_argument("--json", action="store_true", help="print one JSON object to standard output; progress goes to standard error")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what goes on (tracing, planning, compiling) to standard error")
     parser.set_defaults(run=run)
     return parser
 

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +30,7 @@ from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
 from spmdctx.step.verify.verify import VerifyReport
 from spmdctx.wording import is_framework
+from spmdctx.wording.phases import telling
 
 WIDTH = 120
 """Columns of output to a file or a pipe."""
@@ -82,9 +84,11 @@ class Output:
             json.dump(data, sys.stdout, indent=2, default=str)
             sys.stdout.write("\n")
 
-    def waiting(self, text: str) -> Any:
-        """Returns a context that shows a spinner during one long piece of work."""
-        return self.console.status(escape(text))
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Shows a spinner during one long piece of work, and how far a search in it is."""
+        with self.console.status(escape(text)) as status, telling(lambda more: status.update(escape(f"{text}: {more}"))):
+            yield
 
     def steps(self, count: int, run: Callable[[int], float]) -> Iterator[float]:
         """Runs `run` for each step under a progress bar that shows the loss it returns."""

@@ -13,8 +13,8 @@ from rich.text import Text
 
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
-from spmdctx.server.loads import LocalLoad, ServerLoad
 from spmdctx.plan.summary.sentence import phrase_of
+from spmdctx.server.loads import LocalLoad, ServerLoad
 from spmdctx.wording import bytes_text, counted, seconds_text
 
 _BYTES_PER_S = 800e6
@@ -40,7 +40,7 @@ class ServedPlan(Plan):
     local: LocalLoad = _NO_LOAD
 
     @property
-    def summary(self) -> str:  # type: ignore[override]  # it is cached in a Plan
+    def summary(self) -> str:
         """What the plan is, such as "State on 2 servers, 4 workers, each: one device, nothing is split"."""
         where = f"{counted(len(self.servers), 'server')}, {counted(self.num_workers, 'worker')}"
         return f"State on {where}, each: {phrase_of(self)}"

@@ -31,10 +31,11 @@ from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls, noted
+from spmdctx.step.report.calls import Calls, log_compiling, noted
 from spmdctx.step.report.report import StepReport, report_of
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
+from spmdctx.step.words.again import log_entry
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.structure import Read
@@ -351,7 +352,8 @@ class ParallelStep(Generic[P, R]):
             return None
 
     def _say(self, entry: Entry) -> None:
-        """Warns once of what a user may not expect of a call that runs."""
+        """Warns once of what a user may not expect of a call that runs, and logs that it is compiled."""
+        log_compiling(self._calls, entry)
         for sentence in entry.warnings:
             if sentence not in self._said:
                 self._said.add(sentence)
@@ -386,12 +388,13 @@ class ParallelStep(Generic[P, R]):
             # Tracing reads the x64 flag, and the types of the arguments do not show it.
             entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
             entry = next((entry for entry in entries if entry.read(call) is not None), None)
-            if entry is None:
+            if is_new := entry is None:
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
                 notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
                     entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)
+            log_entry(self._target.name, entry, static, self._last, is_new=is_new)
             entry.planned  # noqa: B018  errors of planning belong to this call
             self._last = _Last(number, x64, static, entry)
             return entry

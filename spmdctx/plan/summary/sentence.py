@@ -26,13 +26,17 @@ _WORDS = (
 )
 """What parts of models are called, and the paths that say so; the first that is found counts."""
 
+_BEGIN = ("data", "one", "everything", "sequence", "height", "embedding", "expert", "attention", "head")
+"""How sentences begin that do not begin with a name of the user's."""
+
 _NO_NAMES = frozenset({"kernel", "weight", "weights", "bias", "scale", "embedding", "value", "w", "b"})
 
 
 def sentence_of(plan: PlanData) -> str:
     """Returns what a plan is, such as "ZeRO-1 over 8 devices, embedding split by features, MLP tensor-parallel over 4"."""
     text = phrase_of(plan)
-    return text[0].upper() + text[1:]
+    # The name of a parameter stays as it is.
+    return text[0].upper() + text[1:] if text.startswith(_BEGIN) else text
 
 
 def phrase_of(plan: PlanData) -> str:

@@ -37,13 +37,16 @@ def about_of(program: Program, captured: Captured, settings: Settings) -> About:
 def versions(compiler: str) -> tuple[tuple[str, str], ...]:
     """Returns the versions of spmdctx, jax, jaxlib and the package that a topology's `compiler`, such as "jaxlib 0.10.2", is."""
     name = compiler.partition(" ")[0]
-    found = [("spmdctx", str(sys.modules["spmdctx"].__version__))]
-    for name in dict.fromkeys(("jax", "jaxlib", *(_PLUGINS if name == "CUDA" else (name,)))):
-        try:
-            found.append((name, version(name)))
-        except PackageNotFoundError:
-            continue
-    return tuple(found)
+    names = dict.fromkeys(("jax", "jaxlib", *(_PLUGINS if name == "CUDA" else (name,))))
+    known = [(one, _version(one)) for one in names]
+    return ("spmdctx", str(sys.modules["spmdctx"].__version__)), *((one, number) for one, number in known if number)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def flops_of_region(region: ManualRegion) -> int:

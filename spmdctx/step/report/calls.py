@@ -8,9 +8,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import jax
 import jax.numpy as jnp
+
+from spmdctx.wording import counted, seconds_text
+from spmdctx.wording.phases import log_of
+
+_LOG = log_of("step")
+_HAVE_RUN: WeakSet[Any] = WeakSet()
 
 _MOST_CALLS = 1024
 _WAITED = 0.5
@@ -60,10 +67,21 @@ class Calls:
 
 def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
     """Counts a call of an entry that began at `start`; calls of another entry are counted anew."""
-    if calls is None or calls.entry is not entry:
-        calls = Calls(entry)
+    if calls is not None and calls.entry is entry:
+        calls.note(start)
+        return calls
+    calls = Calls(entry)
     calls.note(start)
+    if entry not in _HAVE_RUN:
+        _HAVE_RUN.add(entry)
+        _LOG.info("%s: the first call, with compilation, took %s.", entry.captured.name, seconds_text(calls.first_s))
     return calls
+
+
+def log_compiling(calls: Calls | None, entry: Any) -> None:
+    """Logs that an entry is about to be compiled, if it was never called; `calls` are those before."""
+    if (calls is None or calls.entry is not entry) and entry not in _HAVE_RUN:
+        _LOG.info("%s is compiled for %s.", entry.captured.name, counted(entry.environment.settings.num_devices, "device"))
 
 
 def _drain(devices: Sequence[Any]) -> None:
