@@ -125,9 +125,7 @@ class Budgets:
             self._setups = self._promising_first(setups)
             self._fastest = self._fastest_of_all()
         except KeyboardInterrupt:
-            if self._best is None or not is_interruptible:
-                raise
-            self._fastest = self._interrupted(self._best)
+            self._fastest = self._at_interrupt(is_interruptible=is_interruptible)
         self.spent = 0.0
 
     def within(self, options: DynamicOptions) -> Found | Shortfall:
@@ -142,15 +140,15 @@ class Budgets:
         try:
             found = _as_result(self._cheapest(budget))
         except KeyboardInterrupt:
-            if self._best is None or not options.is_interruptible:
-                raise
-            found = _as_plan(self._interrupted(self._best))
+            found = _as_plan(self._at_interrupt(is_interruptible=options.is_interruptible))
         self.spent += budget.spent
         return found
 
-    @staticmethod
-    def _interrupted(best: Found) -> Found:
-        """Returns the best plan of a search that was interrupted, with a note that says so."""
+    def _at_interrupt(self, *, is_interruptible: bool) -> Found:
+        """Returns the best plan of a search that was interrupted, with a note that says so; where there is none, interrupts again."""
+        best = self._best
+        if best is None or not is_interruptible:
+            raise KeyboardInterrupt from None
         note = "The search was interrupted: this is the cheapest plan that it had found. Plan again for the whole search."
         return best._replace(setup=replace(best.setup, notes=[*best.setup.notes, note]), lower_bound_s=0.0, is_interrupted=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakSet
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.phases import log_of
@@ -55,7 +55,7 @@ class Calls:
         """
         starts = list(self._starts)
         asked = time.perf_counter()
-        _drain(devices)
+        drain(devices)
         ended = time.perf_counter()
         if len(starts) < 2:
             return None
@@ -63,6 +63,16 @@ class Calls:
         if ended - asked > max(_WAITED * interval, 1e-3):
             return (ended - starts[0]) / len(starts)
         return interval
+
+
+@jax.jit
+def spmdctx_waits(x: jax.Array) -> jax.Array:
+    """Computes something, which is done once what was queued before is done."""
+    return x + 1
+
+
+WAITING = "jit_spmdctx_waits"
+"""What traces call this program."""
 
 
 def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
@@ -84,8 +94,8 @@ def log_compiling(calls: Calls | None, entry: Any) -> None:
         _LOG.info("%s is compiled for %s.", entry.captured.name, counted(entry.environment.settings.num_devices, "device"))
 
 
-def _drain(devices: Sequence[Any]) -> None:
+def drain(devices: Sequence[Any]) -> None:
     """Waits until each device has run what was queued before."""
     for device in devices:
-        jax.block_until_ready(jax.device_put(jnp.zeros(()), device) + 1)
+        jax.block_until_ready(spmdctx_waits(jax.device_put(np.float32(0), device)))
     jax.effects_barrier()
