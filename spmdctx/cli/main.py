@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import warnings
@@ -32,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from spmdctx.cli.output import Output, failed
 
     output = Output(arguments.json)
+    if getattr(arguments, "verbose", False):
+        logging.basicConfig(stream=sys.stderr, format="%(message)s")
+        logging.getLogger("spmdctx").setLevel(logging.INFO)
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from spmdctx.errors import is_laid_out
 from spmdctx.wording import is_framework
+from spmdctx.wording.phases import telling
 from spmdctx.wording.reports import Report, json_text, stamped
 
 if TYPE_CHECKING:
@@ -83,9 +85,11 @@ class Output:
         if self.as_json and not self.is_quiet:
             sys.stdout.write(f"{json_text(data)}\n")
 
-    def waiting(self, text: str) -> Any:
-        """Returns a context that shows a spinner during one long piece of work."""
-        return self.console.status(escape(text))
+    @contextmanager
+    def waiting(self, text: str) -> Iterator[None]:
+        """Shows a spinner during one long piece of work, and how far a search in it is."""
+        with self.console.status(escape(text)) as status, telling(lambda more: status.update(escape(f"{text}: {more}"))):
+            yield
 
     def steps(self, count: int, run: Callable[[int], float]) -> Iterator[float]:
         """Runs `run` for each step under a progress bar that shows the loss it returns."""

@@ -15,6 +15,7 @@ from spmdctx.pipeline.file import FORMAT, pipeline_json, pipeline_of, read_pipel
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
 from spmdctx.pipeline.show.plain import plain_plan
+from spmdctx.pipeline.show.summary import pipeline_sentence
 from spmdctx.pipeline.show.table import pipeline_table
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
@@ -40,6 +41,11 @@ class PipelinePlan(PipelineData):
 
     def __repr__(self) -> str:
         return f"<spmdctx.PipelinePlan {self.simulation.schedule.name} of {len(self.stages)} stages on {self.topology}>"
+
+    @property
+    def summary(self) -> str:
+        """What the plan is, such as "4 pipeline stages by 1f1b, each ZeRO-1 over 2 devices"."""
+        return pipeline_sentence(self)
 
     def timeline(self) -> Timeline:
         """Returns the schedule over time, drawn from the tasks that run: a picture in a notebook, text in a terminal."""

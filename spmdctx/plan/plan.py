@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rich.console import Group
@@ -24,6 +25,8 @@ from spmdctx.plan.show.pareto import Pareto, showing
 from spmdctx.plan.show.plain import plan_figures
 from spmdctx.plan.show.table import plan_table
 from spmdctx.plan.show.terminal import plain_text
+from spmdctx.plan.summary.rates import Rates, rates_of
+from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 from spmdctx.wording.files import write_file
 from spmdctx.wording.reports import stamped
@@ -39,6 +42,19 @@ class Plan(PlanData):
     def __repr__(self) -> str:
         cost = f"{seconds_text(self.cost.total_s)}, {bytes_text(self.cost.memory_bytes)} per device"
         return f"<spmdctx.Plan {mesh_text(self.logical_mesh)} on {self.topology}: {cost}>"
+
+    @cached_property
+    def summary(self) -> str:
+        """What the plan is, such as "ZeRO-1 over 8 devices, embedding split by features, MLP tensor-parallel over 4".
+
+        It is read off the shardings. Names come from the paths of parameters; small parts that differ from the rest are left out.
+        """
+        return sentence_of(self)
+
+    @property
+    def rates(self) -> Rates:
+        """Planned samples and tokens a second, and the part of the data sheet's rate of a device (MFU); None where it is not known."""
+        return rates_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON, and makes the file's folder: the same bytes for equal plans, no timing, no absolute path.
@@ -95,7 +111,8 @@ class Plan(PlanData):
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the table says as plain data, in seconds and bytes, with its versioned "schema"."""
-        return stamped("plan", plan_figures(self))
+        made_for = {"step": self.about.step, "model": self.about.model, "versions": dict(self.about.versions)}
+        return stamped("plan", {"summary": self.summary, **plan_figures(self), "rates": self.rates, "made_for": made_for})
 
     def __reduce__(self) -> Any:
         return restored, (type(self), plan_json(self), plan_state(self))

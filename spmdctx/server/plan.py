@@ -16,6 +16,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.plain import plan_figures
 from spmdctx.plan.show.terminal import plain_text
+from spmdctx.plan.summary.sentence import phrase_of
 from spmdctx.server.loads import LocalLoad, ServerLoad
 from spmdctx.wording import bytes_text, counted, seconds_text
 from spmdctx.wording.reports import stamped
@@ -41,6 +42,12 @@ class ServedPlan(Plan):
     num_parts: int = 1
     num_workers: int = 1
     local: LocalLoad = _NO_LOAD
+
+    @property
+    def summary(self) -> str:
+        """What the plan is, such as "State on 2 servers, 4 workers, each: one device, nothing is split"."""
+        where = f"{counted(len(self.servers), 'server')}, {counted(self.num_workers, 'worker')}"
+        return f"State on {where}, each: {phrase_of(self)}"
 
     @property
     def exchange_s(self) -> float:
@@ -93,4 +100,4 @@ def _servers(plan: ServedPlan) -> list[RenderableType]:
         table.add_row(str(number), str(len(one.arrays)), *sizes)
     if plan.local.arrays:
         table.add_row("each worker", str(len(plan.local.arrays)), bytes_text(plan.local.num_bytes), "", "", "")
-    return [title, table, Text.assemble(("A worker's part", "bold"))]
+    return [Text(plan.summary + ".", style="bold"), title, table, Text.assemble(("A worker's part", "bold"))]

@@ -25,6 +25,7 @@ from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
 from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.step.words.alone import faster_alone
 from spmdctx.trace.build.program import ManualRegion
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.capture import Captured
@@ -91,8 +92,13 @@ class Entry:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the first call warns of: a step that is not parallel, a batch that is not split, gradients that are summed."""
-        return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings)
+        """What the first call warns of: a step that is not parallel or slower than on one device, a batch that is not split, gradients
+        that are summed."""
+        return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings, *self._alone)
+
+    @cached_property
+    def _alone(self) -> tuple[str, ...]:
+        return faster_alone(self.planned, self.captured, self.environment.settings, self.environment.devices)
 
     @property
     def traffic(self) -> Mapping[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import warnings
@@ -18,13 +19,13 @@ from spmdctx.audit import AuditReport
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
-from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
+from spmdctx.errors import CommunicationError, ContextWarning
 from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.plan.mindspore.file import ParameterLayout
 from spmdctx.plan.plan import Plan
 from spmdctx.step import placement
-from spmdctx.step.broadcast import broadcast_state
+from spmdctx.step.broadcast import broadcast_read
 from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
@@ -33,10 +34,12 @@ from spmdctx.step.export.export import exportable
 from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls, noted
+from spmdctx.step.report.calls import Calls, log_compiling, noted
+from spmdctx.step.report.profile import Profile
 from spmdctx.step.report.report import StepReport, report_of
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
+from spmdctx.step.words.again import log_entry
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.structure import Read
@@ -161,7 +164,7 @@ class ParallelStep(JitMethods, Generic[P, R]):
         with ShortTracebacks(), auto_axes():
             entry, read = self._found(call, static)
             if not self._has_run and entry.environment.context.parameter_broadcast:
-                read = self._broadcast(entry, read)
+                read = broadcast_read(entry, read)
             self._has_run = True
             self._say(entry)
             with entry.advising():
@@ -184,6 +187,14 @@ class ParallelStep(JitMethods, Generic[P, R]):
             PlanError: the step was not called.
         """
         return report_of(self._calls)
+
+    def profile(self, folder: str | os.PathLike[str]) -> Profile:
+        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
+
+        Raises:
+            PlanError: at the end of the context, the step was not called inside.
+        """
+        return Profile(folder, lambda: self._calls)
 
     @property
     def context(self) -> AutoParallelContext:
@@ -348,22 +359,12 @@ class ParallelStep(JitMethods, Generic[P, R]):
             return None
 
     def _say(self, entry: Entry) -> None:
-        """Warns once of what a user may not expect of a call that runs."""
+        """Warns once of what a user may not expect of a call that runs, and logs that it is compiled."""
+        log_compiling(self._calls, entry)
         for sentence in entry.warnings:
             if sentence not in self._said:
                 self._said.add(sentence)
                 warnings.warn(sentence, ContextWarning, stacklevel=3)
-
-    @staticmethod
-    def _broadcast(entry: Entry, read: Read) -> Read:
-        """Returns the leaves of the first call with device 0's values for replicated state; objects take these values over."""
-        entry.environment.check_running()
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
-            raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
-        check_alive(entry.captured, read.leaves)
-        leaves = broadcast_state(entry, read.leaves)
-        entry.structure.place(read.handle, leaves)
-        return read._replace(leaves=leaves)
 
     @staticmethod
     def _read(entry: Entry, call: Call) -> Read:
@@ -388,12 +389,13 @@ class ParallelStep(JitMethods, Generic[P, R]):
             # Tracing reads the x64 flag, and the types of the arguments do not show it.
             entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
             entry = next((entry for entry in entries if entry.read(call) is not None), None)
-            if entry is None:
+            if is_new := entry is None:
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
                 notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
                     entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)
+            log_entry(self._target.name, entry, static, self._last, is_new=is_new)
             entry.planned  # noqa: B018  errors of planning belong to this call
             self._last = _Last(number, x64, static, entry)
             return entry

@@ -15,5 +15,6 @@ def add_command(commands: Any, name: str, run: str, text: str) -> argparse.Argum
     """Adds a command; `run` is its function, as "module:function" below `spmdctx.cli`."""
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.", epilog=EPILOG)
     parser.add_argument("--json", action="store_true", help="print one JSON object to standard output; progress goes to standard error")
+    parser.add_argument("-v", "--verbose", action="store_true", help="log what goes on (tracing, planning, compiling) to standard error")
     parser.set_defaults(run=f"spmdctx.cli.{run}")
     return parser

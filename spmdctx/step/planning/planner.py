@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+
+import jax
 
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price.assigned import Assigned
@@ -24,8 +27,10 @@ from spmdctx.search.dynamic.shortfall import over_budget
 from spmdctx.search.select import Shared, search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
+from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
 from spmdctx.step.planning.bills import priced, written_collectives
+from spmdctx.step.planning.log import log_plan, log_planning
 from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
 from spmdctx.step.planning.other_values import Decision, other_values
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
@@ -33,6 +38,7 @@ from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording.phases import line
 
 
 @dataclass(frozen=True)
@@ -61,12 +67,18 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         UnsupportedError: something that the mode does not support, or with `strict` a primitive without a rule.
     """
     start = time.perf_counter()
+    is_main = shared is None and not (is_rough or captured.is_part)
     with no_garbage_collection():
         program = captured.built_for(settings.topology.compiler)
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
-        setup, assignment, certificate = search(step, request, options)
+        # What one process of several finds until it is interrupted is not what the others find.
+        options = replace(options, is_interruptible=is_main and not jax.distributed.is_initialized())
+        if is_main:
+            log_planning(captured, settings, len(step.graph.ops))
+        with line(f"Planning {captured.name}") if is_main else nullcontext():
+            setup, assignment, certificate = search(step, request, options)
         assigned = Assigned(step, assignment, setup.mesh, settings.topology)
         bill, directives = priced(program, assigned, settings.context, written_collectives(program, setup.parts))
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
@@ -90,6 +102,8 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         plan = replace(plan, gradients=(*own, *named) if own or grouped else plain_gradients(program, setup))
         if certificate is not None:
             plan = certified(plan, certificate)
+        if is_main:
+            log_plan(captured.name, plan)
     return Planned(plan, program, assignment, setup.mesh, directives, _joined(undivided))
 
 
@@ -105,6 +119,7 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     reshards = LazyRows(lambda: reshards_of(program.graph, bill.moves))
     here = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     here = replace(here, memory_profile=bill.memory_profile, early=bill.early)
+    here = replace(here, about=about_of(program, captured, settings))
     _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
     return Planned(here, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))

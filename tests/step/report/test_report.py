@@ -72,7 +72,7 @@ def test_steps_that_are_queued_are_waited_for(clock, monkeypatch):
     def drain(_devices):
         clock[0] += 39.0
 
-    monkeypatch.setattr(calls_module, "_drain", drain)
+    monkeypatch.setattr(calls_module, "drain", drain)
     calls = called(clock, [0.0, 10.0, 10.25, 10.5, 10.75])
     assert calls.step_s(()) == (11.0 + 39.0 - 10.0) / 4
 
