@@ -182,9 +182,9 @@ PRESETS: dict[str, Topology] = {
 }
 
 
-def rated_flops_per_s(machine: Topology) -> float | None:
+def rated_flops_per_s(machine: Topology | str) -> float | None:
     """Returns the rate of matrix products that a device's data sheet gives, None if there is none: of CPUs, and of users' machines."""
-    device = machine.device.removesuffix("-measured")
+    device = (machine if isinstance(machine, str) else machine.device).removesuffix("-measured")
     if device.startswith("tpu") and device in PRESETS:
         return PRESETS[device].peak_flops_per_s
     return _RATED.get(device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from spmdctx.ir.graph import Role
+from spmdctx.ir.graph import Role, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.pipeline.cut.reasons import ChunkReason, CutReason
@@ -63,6 +64,11 @@ class StagedTensor(NamedTuple):
     dtype: str
     sharding: TensorSharding
     stage: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the whole tensor."""
+        return math.prod(self.shape) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True)

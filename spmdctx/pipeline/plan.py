@@ -15,6 +15,7 @@ from spmdctx.pipeline.file import FORMAT, pipeline_json, pipeline_of, read_pipel
 from spmdctx.pipeline.show.explanation import StageExplanation, explained
 from spmdctx.pipeline.show.page import pipeline_document, pipeline_page
 from spmdctx.pipeline.show.plain import plain_plan
+from spmdctx.pipeline.show.summary import pipeline_sentence
 from spmdctx.pipeline.show.table import pipeline_table
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
@@ -23,6 +24,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording.files import write_file
+from spmdctx.wording.reports import stamped
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,6 +42,11 @@ class PipelinePlan(PipelineData):
     def __repr__(self) -> str:
         return f"<spmdctx.PipelinePlan {self.simulation.schedule.name} of {len(self.stages)} stages on {self.topology}>"
 
+    @property
+    def summary(self) -> str:
+        """What the plan is, such as "4 pipeline stages by 1f1b, each ZeRO-1 over 2 devices"."""
+        return pipeline_sentence(self)
+
     def timeline(self) -> Timeline:
         """Returns the schedule over time, drawn from the tasks that run: a picture in a notebook, text in a terminal."""
         return Timeline(self.simulation)
@@ -53,8 +60,8 @@ class PipelinePlan(PipelineData):
         return explained(self, pattern)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what the tables say as plain data, in seconds and bytes."""
-        return plain_plan(self)
+        """Returns what the tables say as plain data, in seconds and bytes, with its versioned "schema"."""
+        return stamped("pipeline_plan", plain_plan(self))
 
     def diff(self, other: PipelineData | PlanData) -> PlanDiff:
         """Returns the changes from this plan to `other`: another pipeline's, or a plan without stages."""

@@ -123,6 +123,26 @@ class Timing(NamedTuple):
     search_s: float = 0.0
 
 
+class About(NamedTuple):
+    """What a plan was made for and by; empty for plans from files.
+
+    Attributes:
+        step: the name of the step.
+        model: the class of its model, if it has one.
+        versions: of spmdctx, jax and the compiler.
+        region_flops: operations of matrix products inside `shard_map`s, on all devices, which the ops of the plan leave out.
+        device_bytes: what a program may use of a device's memory.
+        rated_flops_per_s: the data sheet's rate of a device, None if there is none.
+    """
+
+    step: str = ""
+    model: str = ""
+    versions: tuple[tuple[str, str], ...] = ()
+    region_flops: int = 0
+    device_bytes: int | None = None
+    rated_flops_per_s: float | None = None
+
+
 class OpTable(Rows[PlannedOp]):
     """The ops of a plan as columns; a row is made when it is read.
 
@@ -193,14 +213,16 @@ class PlanData:
             the search overcounts for this plan, are subtracted. `gap` is total / lower bound - 1. None if not computed.
         notes: Every guess, fallback, padding and replication.
         timing: How long planning took.
+        about: What the plan was made for and by.
         alternatives: The other choices, priced on request.
         memory_profile: Bytes of one device that are alive at each op.
         early: Updates of state for which the rest of the step waits, to spare memory.
         replan: Plans the step again for a budget and a number of devices: `replan(memory_bytes=..., num_devices=...)`, None for no
             budget and for as many devices as before. Raises InfeasibleError if nothing fits.
         certifier: Returns this plan with `lower_bound_s` and `gap`.
+        exporter: Returns the source of a module that runs the step so; None for plans that `step.plan` did not give.
 
-    The last six are neither compared nor saved; all but `timing` are None for plans from files.
+    The last eight are neither compared nor saved; all but `timing` and `about` are None for plans from files.
     """
 
     fingerprint: str
@@ -222,11 +244,13 @@ class PlanData:
     notes: tuple[str, ...] = ()
     gradients: Sequence[PlannedGradient] = ()
     timing: Timing = field(default=Timing(), compare=False)
+    about: About = field(default=About(), compare=False)
     alternatives: Alternatives | None = field(default=None, compare=False, repr=False)
     memory_profile: Sequence[int] | None = field(default=None, compare=False, repr=False)
     early: tuple[EarlyUpdate, ...] | None = field(default=None, compare=False, repr=False)
     replan: Callable[..., Self] | None = field(default=None, compare=False, repr=False)
     certifier: Callable[[], Self] | None = field(default=None, compare=False, repr=False)
+    exporter: Callable[[], str] | None = field(default=None, compare=False, repr=False)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

@@ -55,7 +55,7 @@ class SearchOptions:
 
     A search that `is_rough` only tells how plans compare. One that `is_brief` works less on proofs, and its errors name no budget and no
     number of devices that are enough. With `shared`, it
-    shares its work with others.
+    shares its work with others. Ctrl-C ends one that `is_interruptible` with the best plan so far.
     """
 
     search_mode: str
@@ -66,6 +66,7 @@ class SearchOptions:
     mem_coeff: float = DEFAULT_MEM_COEFF
     is_brief: bool = False
     is_rough: bool = False
+    is_interruptible: bool = False
     shared: Shared | None = None
 
 
@@ -146,7 +147,7 @@ def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Spreads the pinned shardings."""
     setup = prepare(step.graph, request)
     if setup.mesh.num_devices == 1:
-        return Chosen(setup, _whole(step.graph, request.parallel_mode))
+        return Chosen(setup, whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
     space = Space(step.graph, setup.mesh, options.topology, step.from_literals, options.limits)
     found = propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way)
@@ -168,7 +169,12 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     """Searches within the user's budget, or within the device's memory as far as that is possible."""
     shared = options.shared or Shared()
     asked = DynamicOptions(
-        options.memory_bytes, options.limits, options.max_mesh_axes, is_brief=options.is_brief, is_rough=options.is_rough
+        options.memory_bytes,
+        options.limits,
+        options.max_mesh_axes,
+        is_brief=options.is_brief,
+        is_rough=options.is_rough,
+        is_interruptible=options.is_interruptible,
     )
     own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
 
@@ -188,7 +194,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         note = over_device(step, request.num_devices, options.topology, found)
         found = found.fastest
         found.setup.notes.append(note)
-    return Chosen(found.setup, found.assignment, Certificate(found.lower_bound_s, found.cost_s))
+    return Chosen(found.setup, found.assignment, None if found.is_interrupted else Certificate(found.lower_bound_s, found.cost_s))
 
 
 _SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {
@@ -199,7 +205,7 @@ _SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {
 }
 
 
-def _whole(graph: Graph, mode: str) -> Assignment:
+def whole(graph: Graph, mode: str) -> Assignment:
     """Returns the assignment that keeps everything whole, as on one device."""
     ops = tuple([OpSharding(((),) * len(op.rule.sizes)) for op in graph.ops])
     return Assignment(ops, tuple([replicated(len(value.shape)) for value in graph.values]), mode)

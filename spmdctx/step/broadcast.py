@@ -9,12 +9,26 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
+from spmdctx.step.direct.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
 from spmdctx.trace.capture.layerwise import is_layerwise
+from spmdctx.trace.capture.structure import Read
 
 _SENT_ROLES = (Role.PARAMETER, Role.OPTIMIZER, Role.STATE)
+
+
+def broadcast_read(entry: Entry, read: Read) -> Read:
+    """Returns the leaves of the first call with device 0's values for replicated state; objects take these values over."""
+    entry.environment.check_running()
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
+        raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
+    check_alive(entry.captured, read.leaves)
+    leaves = broadcast_state(entry, read.leaves)
+    entry.structure.place(read.handle, leaves)
+    return read._replace(leaves=leaves)
 
 
 def broadcast_state(entry: Entry, leaves: Sequence[Any]) -> list[Any]:

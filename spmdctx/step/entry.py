@@ -25,6 +25,7 @@ from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
 from spmdctx.step.processes import is_of_one_process, on_all
+from spmdctx.step.words.alone import faster_alone
 from spmdctx.trace.build.program import ManualRegion
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.capture import Captured
@@ -91,8 +92,13 @@ class Entry:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the first call warns of: a step that is not parallel, a batch that is not split, gradients that are summed."""
-        return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings)
+        """What the first call warns of: a step that is not parallel or slower than on one device, a batch that is not split, gradients
+        that are summed."""
+        return (*self.environment.warnings, *self.captured.warnings, *self.planned.warnings, *self._alone)
+
+    @cached_property
+    def _alone(self) -> tuple[str, ...]:
+        return faster_alone(self.planned, self.captured, self.environment.settings, self.environment.devices)
 
     @property
     def traffic(self) -> Mapping[str, int]:
@@ -201,12 +207,20 @@ class Entry:
 
         The leaves may be abstract.
         """
-        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
         with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
-            lowered: jax.stages.Lowered = (
-                self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
-            )
-        return lowered
+            program, avals = self._as_called(leaves)
+            return program.lower(*avals)
+
+    def trace(self, leaves: Sequence[Any]) -> jax.stages.Traced:
+        """Traces the program that a call with these leaves runs."""
+        with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
+            program, avals = self._as_called(leaves)
+            return program.trace(*avals)
+
+    def _as_called(self, leaves: Sequence[Any]) -> tuple[jax.stages.Wrapped, Sequence[Any]]:
+        """Returns what a call runs, and the types of its arguments."""
+        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
+        return (self.program.jitted, avals) if self.direct is None else (self.direct, self.structure.inputs(avals)[0])
 
     def audit(self, leaves: Sequence[Any]) -> AuditReport:
         """Compiles the program that a call with these leaves runs, and compares it with the plan."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
@@ -18,23 +19,27 @@ from spmdctx.audit import AuditReport
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.data.targets import Targets
-from spmdctx.errors import CommunicationError, ContextWarning, UnsupportedError
+from spmdctx.errors import CommunicationError, ContextWarning
 from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.plan.mindspore.file import ParameterLayout
 from spmdctx.plan.plan import Plan
 from spmdctx.step import placement
-from spmdctx.step.broadcast import broadcast_state
+from spmdctx.step.broadcast import broadcast_read
 from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
+from spmdctx.step.export.export import exportable
+from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls, noted
+from spmdctx.step.report.calls import Calls, log_compiling, noted
+from spmdctx.step.report.profile import Profile
 from spmdctx.step.report.report import StepReport, report_of
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
+from spmdctx.step.words.again import log_entry
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.structure import Read
@@ -71,7 +76,7 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep(Generic[P, R]):
+class ParallelStep(JitMethods, Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
@@ -159,7 +164,7 @@ class ParallelStep(Generic[P, R]):
         with ShortTracebacks(), auto_axes():
             entry, read = self._found(call, static)
             if not self._has_run and entry.environment.context.parameter_broadcast:
-                read = self._broadcast(entry, read)
+                read = broadcast_read(entry, read)
             self._has_run = True
             self._say(entry)
             with entry.advising():
@@ -183,6 +188,14 @@ class ParallelStep(Generic[P, R]):
         """
         return report_of(self._calls)
 
+    def profile(self, folder: str | os.PathLike[str]) -> Profile:
+        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
+
+        Raises:
+            PlanError: at the end of the context, the step was not called inside.
+        """
+        return Profile(folder, lambda: self._calls)
+
     @property
     def context(self) -> AutoParallelContext:
         """The context as this step sees it: its own options over those set."""
@@ -205,20 +218,15 @@ class ParallelStep(Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
-        return self._entry_of(args, kwargs).plan
+        return exportable(self._entry_of(args, kwargs), self._target, self._split(args, kwargs)[1])
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step's program with JAX; `.compile()` compiles it once for this, the audit and the calls.
-
-        The program takes the step's own positional arguments. If the step has nnx objects or keyword arguments, it takes their
-        flat leaves.
-
-        A step on a pipeline answers with a `LoweredPipeline`: a mapping with one `jax.stages.Lowered` for each stage and kind of task.
-        """
-        call, static = self._split(args, kwargs)
-        with ShortTracebacks():
-            entry = self._entry(call, static, stacklevel=4)
-            return entry.lower(self._read(entry, call).leaves)
+    def clear_cache(self) -> None:
+        """Forgets all plans, programs and timings, also those of bound steps; the next call traces, plans and compiles again."""
+        with self._lock:
+            self._entries.clear()
+            self._last = self._direct = self._calls = None
+            for bound in list(self._bound.values()):
+                bound.clear_cache()
 
     def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a NamedSharding for each argument leaf, as a tuple of the dynamic arguments; keywords follow as one dict.
@@ -351,28 +359,23 @@ class ParallelStep(Generic[P, R]):
             return None
 
     def _say(self, entry: Entry) -> None:
-        """Warns once of what a user may not expect of a call that runs."""
+        """Warns once of what a user may not expect of a call that runs, and logs that it is compiled."""
+        log_compiling(self._calls, entry)
         for sentence in entry.warnings:
             if sentence not in self._said:
                 self._said.add(sentence)
                 warnings.warn(sentence, ContextWarning, stacklevel=3)
 
     @staticmethod
-    def _broadcast(entry: Entry, read: Read) -> Read:
-        """Returns the leaves of the first call with device 0's values for replicated state; objects take these values over."""
-        entry.environment.check_running()
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in read.leaves):
-            raise UnsupportedError("parameter_broadcast needs arrays, and this step is called inside of jit, grad or vmap.")
-        check_alive(entry.captured, read.leaves)
-        leaves = broadcast_state(entry, read.leaves)
-        entry.structure.place(read.handle, leaves)
-        return read._replace(leaves=leaves)
-
-    @staticmethod
     def _read(entry: Entry, call: Call) -> Read:
         read = entry.read(call)
         assert read is not None, "an entry reads the call it was made for"
         return read
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Sequence[Any]]:
+        call, static = self._split(args, kwargs)
+        entry = self._entry(call, static, stacklevel=5)
+        return entry, self._read(entry, call).leaves
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         with ShortTracebacks():
@@ -386,12 +389,13 @@ class ParallelStep(Generic[P, R]):
             # Tracing reads the x64 flag, and the types of the arguments do not show it.
             entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
             entry = next((entry for entry in entries if entry.read(call) is not None), None)
-            if entry is None:
+            if is_new := entry is None:
                 notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
                 notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
                     entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)
+            log_entry(self._target.name, entry, static, self._last, is_new=is_new)
             entry.planned  # noqa: B018  errors of planning belong to this call
             self._last = _Last(number, x64, static, entry)
             return entry

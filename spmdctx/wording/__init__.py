@@ -25,6 +25,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds / 1e-9:.2g} ns" if nanoseconds >= 0.001 else "<0.001 ns"
 
 
+def rate_text(count: float) -> str:
+    """Formats a count of things in a second, as in `12,345` or `0.87`."""
+    return f"{count:,.0f}" if count >= 100 else f"{count:.3g}"
+
+
 def share_text(part: float, whole: float) -> str:
     """Formats a share, as in `18 %`; empty if the whole is zero."""
     return f"{100 * part / whole:.0f} %" if whole > 0 else ""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from spmdctx.pipeline.data import PipelineData, StagePlan
+from spmdctx.pipeline.show.summary import pipeline_sentence
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.show.page import document, section, styled, tile
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
@@ -41,7 +42,8 @@ def pipeline_page(plan: PipelineData) -> str:
 def _header(plan: PipelineData) -> str:
     words = (plan.mode, plan.topology, counted(plan.num_devices, "device"), f"{mesh_text(plan.logical_mesh)} each")
     tags = "".join(f"<li>{escape(word)}</li>" for word in words)
-    return f'<header><h1>{counted(len(plan.stages), "stage")}</h1><ul class="tags">{tags}</ul></header>'
+    what = f"<p><strong>{escape(pipeline_sentence(plan))}.</strong></p>"
+    return f'<header><h1>{counted(len(plan.stages), "stage")}</h1>{what}<ul class="tags">{tags}</ul></header>'
 
 
 def _tiles(plan: PipelineData) -> str:

@@ -6,12 +6,14 @@ from typing import Any
 
 from spmdctx.ir.mesh import format_sharding
 from spmdctx.pipeline.data import PipelineData, StagePlan
+from spmdctx.pipeline.show.summary import pipeline_sentence
 
 
 def plain_plan(plan: PipelineData) -> dict[str, Any]:
     """Returns what the tables of a plan say, in seconds and bytes."""
     schedule = plan.simulation.schedule
     return {
+        "summary": pipeline_sentence(plan),
         "mesh": plan.mesh,
         "mode": plan.mode,
         "search_mode": plan.search_mode,

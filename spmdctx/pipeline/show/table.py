@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spmdctx.pipeline.data import PipelineData
+from spmdctx.pipeline.show.summary import pipeline_sentence
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 
@@ -21,6 +22,7 @@ def pipeline_table(plan: PipelineData) -> Group:
     formula = "" if plan.bubble_formula is None else f", {plan.bubble_formula:.1%} by formula for stages alike"
     lines = [
         Text.assemble(("Pipeline  ", "bold"), f"{counted(len(plan.stages), 'stage')} of {mesh_text(plan.logical_mesh)} on {plan.topology}"),
+        Text(pipeline_sentence(plan) + ".", style="bold"),
         Text(
             f"{schedule.name}, {schedule.num_micro} micro-batches: {seconds_text(plan.simulation.makespan_s)}, "
             f"{plan.simulation.bubble:.1%} idle{formula}; {seconds_text(plan.after_s)} after the loss"

@@ -15,6 +15,8 @@ from spmdctx.plan.explain import TensorExplanation, described_tensors
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
 from spmdctx.plan.show.explanation import story
 from spmdctx.plan.show.page_charts import memory_chart, time_bands
+from spmdctx.plan.summary.rates import device_bytes, limit_text, rates_text
+from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
 
 MAX_CELLS = 256
@@ -91,15 +93,21 @@ def _header(plan: PlanData) -> str:
     words = [plan.mode, plan.search_mode, plan.topology, counted(plan.logical_mesh.num_devices, "device"), counted(len(plan.ops), "op")]
     tags = "".join(f"<li>{escape(word)}</li>" for word in words if word)
     options = "".join(f"<li><code>{escape(name)}={escape(repr(value))}</code></li>" for name, value in plan.options)
-    return f'<header><h1>{escape(mesh_text(plan.logical_mesh))}</h1><ul class="tags">{tags}{options}</ul></header>'
+    about = plan.about
+    named = " · ".join(name for name in (about.step, about.model) if name)
+    made = ", ".join(f"{name} {version}" for name, version in about.versions)
+    below = "".join(f'<p class="muted">{escape(text)}</p>' for text in (named, made and f"Made by {made}") if text)
+    what = f"<p><strong>{escape(sentence_of(plan))}.</strong></p>{below}"
+    return f'<header><h1>{escape(mesh_text(plan.logical_mesh))}</h1>{what}<ul class="tags">{tags}{options}</ul></header>'
 
 
 def _tiles(plan: PlanData) -> str:
     cost = plan.cost
     whole = cost.compute_s + cost.communication_s
-    limit = plan.memory_limit_bytes
+    limit = plan.memory_limit_bytes or device_bytes(plan)
+    rates = rates_text(plan)
     tiles = [
-        tile("step", seconds_text(cost.total_s), "predicted"),
+        tile("step", seconds_text(cost.total_s), rates or "predicted"),
         tile("compute", seconds_text(cost.compute_s), share_text(cost.compute_s, whole), cost.compute_s / whole if whole else 0),
         tile(
             "communication",
@@ -110,7 +118,7 @@ def _tiles(plan: PlanData) -> str:
         tile(
             "memory per device",
             bytes_text(cost.memory_bytes),
-            f"of {bytes_text(limit)}" if limit else "peak",
+            limit_text(plan).strip() or "peak",
             cost.memory_bytes / limit if limit else None,
         ),
     ]

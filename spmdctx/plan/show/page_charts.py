@@ -9,10 +9,15 @@ from typing import NamedTuple
 from spmdctx.ir.collective import MOVES, SUMS, Collective
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.show.charts import area_chart
+from spmdctx.plan.summary.rates import device_bytes
 from spmdctx.wording import TIMES, bytes_text, seconds_text, share_text
 
 ACTIVATIONS = "moving activations"
 OWN = "collectives of the step itself"
+
+
+_HIGHEST = 8
+"""A limit so many times above the peak is named, and not drawn: the rest would be flat."""
 
 
 class Part(NamedTuple):
@@ -78,9 +83,9 @@ def memory_chart(plan: PlanData) -> str:
     if profile is None or len(profile) < 2:
         return ""
     peak = max(range(len(profile)), key=profile.__getitem__)
-    limit = plan.memory_limit_bytes
+    limit = plan.memory_limit_bytes or device_bytes(plan)
     top = profile[peak]
-    shown = limit if limit is not None and limit < 3 * top else None
+    shown = limit if limit is not None and limit < _HIGHEST * top else None
     ends = (f"{bytes_text(top)} at the peak", bytes_text(limit) if limit else "", f"{len(profile)} ops in execution order")
     chart = area_chart(profile, shown, ends, f"memory over the step, {bytes_text(top)} at the peak")
     arguments = sum(tensor.local_bytes(plan.logical_mesh) for tensor in plan.inputs)
@@ -89,5 +94,6 @@ def memory_chart(plan: PlanData) -> str:
         origin = plan.op_table.origins[peak]
         words.append(f"the peak is at op {peak + 1}, {plan.op_table.operations[peak].primitive} ({origin.source or origin.name})")
     if limit:
-        words.append(f"budget {bytes_text(limit)}")
+        name = "budget" if plan.memory_limit_bytes else f"a {plan.topology} has"
+        words.append(f"{name} {bytes_text(limit)}" + ("" if shown else ", which is above the chart"))
     return f'{chart}<p class="muted">{escape(", ".join(words))}</p>'

@@ -14,6 +14,8 @@ from rich.text import Text
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
+from spmdctx.plan.summary.rates import limit_text, rates_text
+from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
 
 MAX_CAUSES = 8
@@ -48,7 +50,7 @@ def _sections(plan: PlanData) -> Iterator[RenderableType]:
 
 def _heading(plan: PlanData) -> RenderableType:
     line = Text.assemble(("Plan  ", "bold"), (mesh_text(plan.logical_mesh), "bold cyan"), f"  on {plan.topology}")
-    return Group(line, Rule(style="dim"))
+    return Group(line, Text(sentence_of(plan) + ".", style="bold"), Rule(style="dim"))
 
 
 def _title(name: str, detail: str) -> Text:
@@ -67,12 +69,17 @@ def _summary(plan: PlanData) -> Table:
     share = share_text(cost.communication_s, cost.compute_s + cost.communication_s)
     detail = f"  compute {seconds_text(cost.compute_s)}, communication {communication}" + (f" ({share})" if share else "")
     grid.add_row("step", Text.assemble((seconds_text(cost.total_s), "bold"), detail))
-    limit = f" of {bytes_text(plan.memory_limit_bytes)}" if plan.memory_limit_bytes else ""
-    grid.add_row("memory", Text.assemble((bytes_text(cost.memory_bytes), "bold"), f"{limit}  peak per device"))
+    rates = rates_text(plan)
+    if rates:
+        grid.add_row("rate", rates)
+    grid.add_row("memory", Text.assemble((bytes_text(cost.memory_bytes), "bold"), f"{limit_text(plan)}  peak per device"))
     grid.add_row("optimum", _certificate(plan))
     if plan.options:
         grid.add_row("options", ", ".join(f"{name}={value!r}" for name, value in plan.options))
-    grid.add_row("program", f"{counted(len(plan.ops), 'op')}, fingerprint {plan.fingerprint[:12]}")
+    named = "".join(f"{name}, " for name in (plan.about.step, plan.about.model) if name)
+    grid.add_row("program", f"{named}{counted(len(plan.ops), 'op')}, fingerprint {plan.fingerprint[:12]}")
+    if plan.about.versions:
+        grid.add_row("made by", ", ".join(f"{name} {version}" for name, version in plan.about.versions))
     return grid
 
 

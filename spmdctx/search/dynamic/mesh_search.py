@@ -53,6 +53,12 @@ class MeshSearch:
         self._begun[setup.mesh] = begun._replace(solution=solution)
         return solution.cost
 
+    def first_plan(self, setup: Setup) -> Found:
+        """Returns the plan of the first, short search of a mesh."""
+        begun = self._begun[setup.mesh]
+        assert begun.solution is not None
+        return self.formulation.plan_of(setup, begun.tables, begun.solution)
+
     def fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         """Finds the cheapest plan on a mesh, whatever memory it takes, if there is one below `known_s`."""
         cutoff = self._cutoff(setup.mesh, known_s)

@@ -29,6 +29,7 @@ class DynamicOptions:
         wants_any: whether any plan within the budget will do.
         is_brief: whether this is one of many budgets, so that little work is spent on proofs.
         is_rough: whether the plan only tells how plans compare, so that it is not improved within a budget that the user did not set.
+        is_interruptible: whether an interrupt of the keyboard (Ctrl-C) ends the search with the best plan so far, if there is one.
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
         middle_program: ops up to which all work within a budget is limited.
         large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
@@ -43,6 +44,7 @@ class DynamicOptions:
     wants_any: bool = False
     is_brief: bool = False
     is_rough: bool = False
+    is_interruptible: bool = False
     small_program: int = 100
     middle_program: int = 500
     large_program: int = 5000
@@ -78,7 +80,8 @@ class DynamicOptions:
 class Found(NamedTuple):
     """The best assignment on one mesh.
 
-    `cost_s` is the cost that the search minimises; no assignment in its space costs less than `lower_bound_s`.
+    `cost_s` is the cost that the search minimises; no assignment in its space costs less than `lower_bound_s`, unless the search
+    `is_interrupted`, which leaves no bound.
     """
 
     setup: Setup
@@ -86,6 +89,7 @@ class Found(NamedTuple):
     cost_s: float
     lower_bound_s: float
     counts: Mapping[str, int]
+    is_interrupted: bool = False
 
 
 class Shortfall(NamedTuple):

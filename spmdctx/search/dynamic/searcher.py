@@ -10,6 +10,7 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,10 @@ from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, w
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.wording import bytes_text, mesh_text, seconds_text
+from spmdctx.wording.phases import log_of, tell
+
+_LOG = log_of("search")
 
 _NEAR_ENOUGH = 1 / 3
 """Share by which a plan within a budget that the user did not set must be able to improve, if it came of a search for any plan."""
@@ -83,7 +88,7 @@ class Searcher(Search):
 
     def budgets(self, request: Request) -> Budgets:
         """Finds the cheapest plan of a request without a budget, and prepares for those within any budgets."""
-        return Budgets(self._meshes, self._setups(request))
+        return Budgets(self._meshes, self._setups(request), is_interruptible=self._options.is_interruptible)
 
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan on the mesh of a set-up within the budget, if there is one below `known_s`."""
@@ -106,13 +111,21 @@ class Budgets:
 
     `spent` are the additions of all searches within budgets. A proof within one budget says nothing of other budgets. So a budget that an
     error names is met by a search of its own too.
+
+    An interrupt of the keyboard ends a search that may be interrupted with the best plan so far. Where there is none, it goes on to the
+    caller.
     """
 
-    def __init__(self, meshes: MeshSearch, setups: list[Setup]) -> None:
+    def __init__(self, meshes: MeshSearch, setups: list[Setup], *, is_interruptible: bool = False) -> None:
         self._meshes = meshes
         self._bounds: dict[LogicalMesh, float] = {}
-        self._setups = self._promising_first(setups)
-        self._fastest = self._fastest_of_all()
+        self._best: Found | None = None
+        self._setups = setups
+        try:
+            self._setups = self._promising_first(setups)
+            self._fastest = self._fastest_of_all()
+        except KeyboardInterrupt:
+            self._fastest = self._at_interrupt(is_interruptible=is_interruptible)
         self.spent = 0.0
 
     def within(self, options: DynamicOptions) -> Found | Shortfall:
@@ -120,10 +133,24 @@ class Budgets:
         formulation = self._meshes.formulation
         if formulation.fits(self._fastest, options.memory_bytes):
             return _as_plan(self._fastest)
+        if self._fastest.is_interrupted:
+            raise KeyboardInterrupt
         budget = Budget(formulation, options, formulation.peak_of(self._fastest))
-        found = _as_result(self._cheapest(budget))
+        self._best = None
+        try:
+            found = _as_result(self._cheapest(budget))
+        except KeyboardInterrupt:
+            found = _as_plan(self._at_interrupt(is_interruptible=options.is_interruptible))
         self.spent += budget.spent
         return found
+
+    def _at_interrupt(self, *, is_interruptible: bool) -> Found:
+        """Returns the best plan of a search that was interrupted, with a note that says so; where there is none, interrupts again."""
+        best = self._best
+        if best is None or not is_interruptible:
+            raise KeyboardInterrupt from None
+        note = "The search was interrupted: this is the cheapest plan that it had found. Plan again for the whole search."
+        return best._replace(setup=replace(best.setup, notes=[*best.setup.notes, note]), lower_bound_s=0.0, is_interrupted=True)
 
     def _promising_first(self, setups: list[Setup]) -> list[Setup]:
         """Sorts the set-ups by the costs that a first, short search finds on their meshes."""
@@ -131,21 +158,29 @@ class Budgets:
             return setups
         # A first search on three axes takes as long as all the others together, and says less.
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
-        costs_s = {setup.mesh: self._meshes.first_cost_s(setup) for setup in few}
+        costs_s: dict[LogicalMesh, float] = {}
+        for number, setup in enumerate(few):
+            tell(f"a first look at mesh {number + 1} of {len(few)}, {mesh_text(setup.mesh)}")
+            costs_s[setup.mesh] = self._meshes.first_cost_s(setup)
+            if costs_s[setup.mesh] == min(costs_s.values()):
+                self._best = self._meshes.first_plan(setup)
         few.sort(key=lambda setup: costs_s[setup.mesh])
         return few + [setup for setup in setups if len(setup.mesh.axes) >= MAX_AXES]
 
     def _fastest_of_all(self) -> Found:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
-        for setup in self._setups:
+        for number, setup in enumerate(self._setups):
             if setup.mesh in self._bounds:
                 continue
+            known = "" if best is None else f"; so far {seconds_text(best.cost_s)} a step on {mesh_text(best.setup.mesh)}"
+            tell(f"mesh {number + 1} of {len(self._setups)}, {mesh_text(setup.mesh)}{known}")
             known_s = float("inf") if best is None else best.cost_s
             found = self._beaten_in_any_order(setup, known_s) or self._meshes.fastest_on(setup, known_s)
             self._bounds[setup.mesh] = found.lower_bound_s
+            _log_mesh(setup.mesh, found)
             if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
-                best = found
+                best = self._best = found
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
 
@@ -220,14 +255,28 @@ class Budgets:
             known_s = float("inf") if best is None else best.cost_s * (1 - schedule.enough)
             if best is not None and (schedule.stops_at_first or bounds[setup.mesh] >= known_s):
                 continue
+            tell(f"{mesh_text(setup.mesh)} within {bytes_text(budget.options.memory_bytes or 0)} per device")
             fastest = self._fastest._replace(setup=setup)
             found = self._meshes.within(budget, fastest, known_s, bounds[setup.mesh], insists=best is not None)
             bounds[setup.mesh] = max(bounds[setup.mesh], found.lower_bound_s)
+            _log_mesh(setup.mesh, found, budget.options.memory_bytes)
             if isinstance(found, Shortfall):
                 short[setup.mesh] = found
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
-                best = found
+                best = self._best = found
         return best, short
+
+
+def _log_mesh(mesh: LogicalMesh, found: Found | Shortfall | Beaten, memory_bytes: int | None = None) -> None:
+    """Logs what came of the search of a mesh."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    within = "" if memory_bytes is None else f" within {bytes_text(memory_bytes)} per device"
+    if isinstance(found, Found):
+        what = f"{seconds_text(found.cost_s)} a step"
+    else:
+        what = "no plan" if isinstance(found, Shortfall) else f"no plan below {seconds_text(found.lower_bound_s)} a step"
+    _LOG.info("Mesh %s: %s%s.", mesh_text(mesh), what, within)
 
 
 def _as_result(found: Found | Shortfall) -> Found | Shortfall:

@@ -16,6 +16,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LazyRows
 from spmdctx.search.dynamic.certificate import Certificate, gap_of
 from spmdctx.search.setup.request import Setup
+from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.request import search_mode
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -81,6 +82,7 @@ def assembled(program: Program, captured: Captured, settings: Settings, decided:
         timing=timing,
         memory_profile=bill.memory_profile,
         early=bill.early,
+        about=about_of(program, captured, settings),
     )
 
 

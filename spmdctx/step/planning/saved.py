@@ -87,7 +87,7 @@ def planned_as_saved(captured: Captured, settings: Settings, found: Plan, where:
     used = _with_price(found, here.plan, settings)
     check_plan(used, wanted, program.graph, where)
     timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
-    return replace(here, plan=replace(used, timing=timing))
+    return replace(here, plan=replace(used, timing=timing, about=here.plan.about))
 
 
 def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:

@@ -8,9 +8,16 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import jax
-import jax.numpy as jnp
+import numpy as np
+
+from spmdctx.wording import counted, seconds_text
+from spmdctx.wording.phases import log_of
+
+_LOG = log_of("step")
+_HAVE_RUN: WeakSet[Any] = WeakSet()
 
 _MOST_CALLS = 1024
 _WAITED = 0.5
@@ -48,7 +55,7 @@ class Calls:
         """
         starts = list(self._starts)
         asked = time.perf_counter()
-        _drain(devices)
+        drain(devices)
         ended = time.perf_counter()
         if len(starts) < 2:
             return None
@@ -58,16 +65,37 @@ class Calls:
         return interval
 
 
+@jax.jit
+def spmdctx_waits(x: jax.Array) -> jax.Array:
+    """Computes something, which is done once what was queued before is done."""
+    return x + 1
+
+
+WAITING = "jit_spmdctx_waits"
+"""What traces call this program."""
+
+
 def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
     """Counts a call of an entry that began at `start`; calls of another entry are counted anew."""
-    if calls is None or calls.entry is not entry:
-        calls = Calls(entry)
+    if calls is not None and calls.entry is entry:
+        calls.note(start)
+        return calls
+    calls = Calls(entry)
     calls.note(start)
+    if entry not in _HAVE_RUN:
+        _HAVE_RUN.add(entry)
+        _LOG.info("%s: the first call, with compilation, took %s.", entry.captured.name, seconds_text(calls.first_s))
     return calls
 
 
-def _drain(devices: Sequence[Any]) -> None:
+def log_compiling(calls: Calls | None, entry: Any) -> None:
+    """Logs that an entry is about to be compiled, if it was never called; `calls` are those before."""
+    if (calls is None or calls.entry is not entry) and entry not in _HAVE_RUN:
+        _LOG.info("%s is compiled for %s.", entry.captured.name, counted(entry.environment.settings.num_devices, "device"))
+
+
+def drain(devices: Sequence[Any]) -> None:
     """Waits until each device has run what was queued before."""
     for device in devices:
-        jax.block_until_ready(jax.device_put(jnp.zeros(()), device) + 1)
+        jax.block_until_ready(spmdctx_waits(jax.device_put(np.float32(0), device)))
     jax.effects_barrier()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +11,20 @@ from rich import box
 from rich.table import Table
 
 from spmdctx.errors import PlanError
-from spmdctx.ir.graph import Op, Role
-from spmdctx.ir.primitives import KERNELS, MATRIX_PRODUCTS
 from spmdctx.machine.presets import rated_flops_per_s
 from spmdctx.pipeline.data import PipelineData
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.show.terminal import plain_text
+from spmdctx.plan.summary.rates import batch_sizes
 from spmdctx.server.plan import ServedPlan
+from spmdctx.step.planning.about import flops_of_products, flops_of_region
 from spmdctx.step.report.calls import Calls
-from spmdctx.trace.build.program import ManualRegion
-from spmdctx.wording import bytes_text, counted, seconds_text
-
-SCHEMA = 1
+from spmdctx.wording import bytes_text, counted, rate_text, seconds_text
+from spmdctx.wording.reports import Report
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Report):
     """What calls of a step took, beside the plan. Figures that nothing measured are None.
 
     Attributes:
@@ -77,9 +73,10 @@ class StepReport:
         """The planned peak over the one in use."""
         return None if not self.peak_bytes else self.planned_peak_bytes / self.peak_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as plain data, in seconds and bytes, with the number of this form (`schema`)."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self), "step_ratio": self.step_ratio, "peak_ratio": self.peak_ratio}
+    kind = "step_report"
+
+    def _figures(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "step_ratio": self.step_ratio, "peak_ratio": self.peak_ratio}
 
     def __str__(self) -> str:
         return plain_text(self.__rich__())
@@ -97,9 +94,9 @@ class StepReport:
         table.add_row(
             "  tracing and planning, once", ", ".join(seconds_text(own) for own in (self.trace_s, self.search_s) if own is not None), "", ""
         )
-        table.add_row("samples a second", _text(self.samples_per_s, _rate), "", "")
+        table.add_row("samples a second", _text(self.samples_per_s, rate_text), "", "")
         if self.tokens_per_s is not None:
-            table.add_row("tokens a second", _text(self.tokens_per_s, _rate), "", "")
+            table.add_row("tokens a second", _text(self.tokens_per_s, rate_text), "", "")
         table.add_row("TFLOP/s of a device", _text(self.flops_per_s, lambda rate: f"{rate / 1e12:.3g}"), "", "")
         table.add_row("of the data sheet's (MFU)", _text(self.utilization, lambda part: f"{100 * part:.1f} %"), "", "")
         return table
@@ -120,10 +117,10 @@ def report_of(calls: Calls | None) -> StepReport:
     num_devices = environment.settings.num_devices
     here = [device for device in environment.devices[:num_devices] if device.process_index == jax.process_index()]
     step_s = calls.step_s(here)
-    flops = _flops(plan) + sum(map(_flops_of_region, entry.regions if isinstance(plan, PlanData) else ()))
+    flops = _flops(plan) + sum(map(flops_of_region, entry.regions if isinstance(plan, PlanData) else ()))
     rate = None if step_s is None else flops / step_s / num_devices
     rated = rated_flops_per_s(environment.settings.topology)
-    samples, tokens = _batch_sizes(captured)
+    samples, tokens = batch_sizes(captured.inputs)
     return StepReport(
         name=captured.name,
         topology=environment.settings.topology.device,
@@ -149,38 +146,12 @@ def _flops(plan: Any) -> int:
     if isinstance(plan, PipelineData):
         runs = plan.simulation.schedule.num_micro
         return sum(runs * sum(map(_flops, stage.tasks.values())) + sum(map(_flops, stage.after.values())) for stage in plan.stages)
-    counted_once = _products(plan.op_table.operations)
+    counted_once = flops_of_products(plan.op_table.operations)
     return counted_once * plan.num_parts if isinstance(plan, ServedPlan) else counted_once
-
-
-def _flops_of_region(region: ManualRegion) -> int:
-    """Returns those inside a shard_map, whose body each device runs."""
-    devices = math.prod(size for _, size in region.mesh_axes)
-    inner = sum(map(_flops_of_region, region.body.manual))
-    return region.repeats * devices * (_products(region.body.graph.ops) + inner)
-
-
-def _products(ops: Iterable[Op]) -> int:
-    return sum(op.flops * op.repeats for op in ops if op.primitive in MATRIX_PRODUCTS or op.primitive in KERNELS)
 
 
 def _peak(device: Any) -> int:
     return int((device.memory_stats() or {}).get("peak_bytes_in_use", 0))
-
-
-def _batch_sizes(captured: Any) -> tuple[int, int]:
-    """Returns the rows of the batch, and the elements of its largest array of whole numbers of two dimensions or more; 0 for none."""
-    batch = [leaf for leaf in captured.inputs if leaf.role is Role.BATCH and leaf.shape]
-    rows = max((leaf.shape[0] for leaf in batch), default=0)
-    whole = [leaf.shape for leaf in batch if leaf.dtype.startswith(("int", "uint")) and len(leaf.shape) > 1]
-    return rows, max((_count(shape) for shape in whole), default=0)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _text(value: Any, form: Any) -> str:
@@ -189,7 +160,3 @@ def _text(value: Any, form: Any) -> str:
 
 def _ratio(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
-
-
-def _rate(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

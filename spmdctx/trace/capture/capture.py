@@ -26,8 +26,8 @@ from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
-from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
-from spmdctx.trace.capture.partitioning import PartitionNames
+from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
+from spmdctx.trace.capture.partitioning import PartitionNames, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -88,7 +88,7 @@ class Captured:
 
     The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
     those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own. `is_part` marks a program of a
-    pipeline, whose arguments are not the user's.
+    pipeline, whose arguments are not the user's. `model` is the class of the step's model.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Captured:
     is_rewritten: bool = False
     draws_apart: bool = False
     is_part: bool = False
+    model: str = ""
     program: Program | None = None
 
     def built(self) -> Program:
@@ -149,9 +150,9 @@ def capture_call(target: Target, call: Call, static: Static, num_devices: int = 
         try:
             with no_garbage_collection():
                 flattening = flattening_of(call)
-            return _capture_flat(target, static, flattening, num_devices)
+            return replace(_capture_flat(target, static, flattening, num_devices), model=model_name(call))
         except NotPure:  # known once it is traced: an initialiser, for example
-            return _capture_flat(target, static, ObjectFlattening(call), num_devices)
+            return replace(_capture_flat(target, static, ObjectFlattening(call), num_devices), model=model_name(call))
 
 
 def _capture_flat(target: Target, static: Static, flattening: Flattening, num_devices: int) -> Captured:
@@ -188,7 +189,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        (*notes, *filter(None, [traced.note, left_out.note(num_devices)])),
+        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *notes_on_rules()])),
         mesh_axes,
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,

@@ -33,6 +33,21 @@ def has_objects(tree: Any) -> bool:
     return any(is_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_stops))
 
 
+def model_name(tree: Any) -> str:
+    """Returns the class of the first model in `tree`: an nnx Module, or the linen module of a TrainState; empty if there is none."""
+
+    def holds(x: Any) -> bool:
+        return is_object(x) or callable(getattr(x, "apply_fn", None))
+
+    for leaf in jax.tree.leaves(tree, is_leaf=holds):
+        if isinstance(leaf, nnx.Module) and not isinstance(leaf, nnx.Optimizer):
+            return type(leaf).__name__
+        owner = getattr(getattr(leaf, "apply_fn", None), "__self__", None)
+        if owner is not None:
+            return type(owner).__name__
+    return ""
+
+
 class _Form(NamedTuple):
     """The form of a tree with objects: its outer structure, the positions of the objects, and the structure of the rest."""
 

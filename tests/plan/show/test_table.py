@@ -10,11 +10,13 @@ from tests.plan import small_plan
 
 GOLDEN = """\
 Plan  data 8  on h100
+ZeRO-3 over 8 devices.
 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
   mode      auto_parallel · sharding_propagation
   step      400 µs  compute 300 µs, communication 100 µs (25 %)
-  memory    5.00 MiB  peak per device
+  rate      160,000 samples a second, MFU 0.0 %
+  memory    5.00 MiB of 55.9 GiB usable  peak per device
   optimum   no lower bound computed
   options   device_num=8
   program   6 ops, fingerprint ffffffffffff

@@ -72,7 +72,7 @@ def test_steps_that_are_queued_are_waited_for(clock, monkeypatch):
     def drain(_devices):
         clock[0] += 39.0
 
-    monkeypatch.setattr(calls_module, "_drain", drain)
+    monkeypatch.setattr(calls_module, "drain", drain)
     calls = called(clock, [0.0, 10.0, 10.25, 10.5, 10.75])
     assert calls.step_s(()) == (11.0 + 39.0 - 10.0) / 4
 
@@ -153,7 +153,7 @@ def test_a_pipeline_reports_its_own_plan():
 def test_a_report_is_plain_data_and_a_table():
     found = ran(3).report()
     data = json.loads(json.dumps(found.to_dict()))
-    assert data["schema"] == 1
+    assert data["schema"] == "spmdctx.step_report/1"
     assert data["step_s"] == found.step_s
     assert "planned / measured" in str(found)
     assert "not measured" in str(found)

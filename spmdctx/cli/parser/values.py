@@ -47,3 +47,18 @@ def positive_number(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def fraction(text: str) -> float:
+    """Parses a finite number from 0 on.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on")
+    return value
