@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from importlib.util import find_spec
 from typing import Any
 
 _PATIENCE_S = 2.0
@@ -58,9 +59,14 @@ class Line:
 
         console = Console(stderr=True, highlight=False, markup=False)
         with self._lock:
-            if self._text and (console.is_terminal or console.is_jupyter):
+            if self._text and (_has_widgets() if console.is_jupyter else console.is_terminal):
                 self._shown = console.status(self._text)
                 self._shown.start()
+
+
+def _has_widgets() -> bool:
+    """Whether a notebook can show progress; without ipywidgets rich warns in each cell."""
+    return find_spec("ipywidgets") is not None
 
 
 _TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell", default=None)

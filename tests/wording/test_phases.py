@@ -70,3 +70,11 @@ def test_where_something_else_shows_it_no_line_appears(terminal):
 def test_pytest_shows_nothing():
     with phases.line("Planning train"):
         assert phases._TELL.get() is None
+
+
+def test_a_notebook_without_widgets_is_not_told_to_install_them(terminal, monkeypatch):
+    _, written = terminal
+    monkeypatch.setattr(rich_console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(phases, "find_spec", lambda name: None)
+    shown("mesh 3 of 12")
+    assert written.getvalue() == ""
