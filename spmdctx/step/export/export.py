@@ -18,7 +18,7 @@ from spmdctx.step.export.checked import difference
 from spmdctx.step.export.form import Form, form_of
 from spmdctx.step.export.listing import Listing
 from spmdctx.step.export.module import Tables, module_text
-from spmdctx.step.export.runtime import Numbered, digest, type_text
+from spmdctx.step.export.runtime import Numbered, digest, filled, type_text
 from spmdctx.step.planning.planner import Planned
 from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.target import Target
@@ -72,7 +72,8 @@ class Exporter:
             for number, (path, aval) in enumerate(zip(paths, own.in_avals, strict=True))
         ]
         outputs = []
-        marks = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+        paths_out = jax.tree_util.tree_flatten_with_path(filled(*tree, range(len(own.out_avals))))[0]
+        marks = [(keys, leaf) for keys, leaf in paths_out if not callable(leaf)]
         for (keys, _), aval, source in zip(marks, own.out_avals, form.results(own), strict=True):
             spec = inputs[int(source.partition(".")[2])][2] if isinstance(source, str) else shardings[1][source]
             outputs.append(("/".join(["out", *[jax.tree_util.keystr((key,), simple=True) for key in keys]]), type_text(aval), spec))
@@ -95,7 +96,9 @@ class Exporter:
 
 def _input_paths(form: Form) -> list[str]:
     found = []
-    for keys, _ in jax.tree_util.tree_flatten_with_path(form.call)[0]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(form.call)[0]:
+        if callable(leaf):
+            continue
         positional, argument, *inner = keys
         text = [jax.tree_util.keystr((key,), simple=True) for key in inner]
         first = form.names[argument.idx] if positional.idx == 0 else jax.tree_util.keystr((argument,), simple=True)

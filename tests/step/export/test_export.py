@@ -10,13 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import spmdctx
 from spmdctx.errors import ContextError, PlanError, UnsupportedError
 from tests.audit.compile_only import need_gpu, need_tpu
-from tests.step.export.exported import collectives, compared, loaded
+from tests.step.export.exported import as_pytrees, bits, collectives, compared, loaded
 from tests.zoo import case
 
 
@@ -232,6 +234,90 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         exec(compile(block, "export.md", "exec"), names)
     assert dict(names["exported"].AXES) == names["rules"].MESH
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """A module whose activation is a leaf, as in Equinox."""
+
+    def __init__(self, weight, activation):
+        self.weight, self.activation = weight, activation
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in ("activation", "weight")], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(leaves[1], leaves[0])
+
+
+def test_functions_in_modules_are_arguments_too(tmp_path):
+    def step(modules, x):
+        for module in modules:
+            x = module.activation(x @ module.weight)
+        return [Module(module.weight * 0.9, module.activation) for module in modules], jnp.mean(x)
+
+    modules = [Module(CHAIN["w0"], jnp.tanh), Module(CHAIN["w1"], jnp.sin)]
+    split = spmdctx.parallel(step, **QUICK)
+    split.plan(modules, X).export("jax", tmp_path / "m.py")
+    exported = loaded(tmp_path / "m.py")["parallel"](step)
+    found, wanted = exported(modules, X), split(modules, X)
+    assert [module.activation for module in found[0]] == [jnp.tanh, jnp.sin]
+    np.testing.assert_array_equal(found[0][1].weight, wanted[0][1].weight)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    with pytest.raises(ValueError, match="not the one that was exported"):
+        exported([Module(CHAIN["w0"], jnp.tanh), Module(CHAIN["w1"], jnp.cos)], X)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(11)])
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return jnp.mean(self.dropout(x) ** 2)
+
+    def train(self, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: model(x))(self)
+        optimizer.update(self, grads)
+        return value
+
+
+def test_a_method_of_a_module_becomes_a_function_of_its_state(tmp_path):
+    model = Layer(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    split = spmdctx.parallel(model.train, donate_argnums=0, **QUICK)
+    split.plan(optimizer, X).export("jax", tmp_path / "m.py")
+    module = loaded(tmp_path / "m.py")
+    assert "nnx.split((self, optimizer))" in module["__doc__"]
+    functional, args = as_pytrees(Layer.train, (model, optimizer, X), 2)
+    exported = module["parallel"](functional)
+    state, _ = exported(*jax.tree.map(jnp.copy, args))
+    state, value = exported(state, X)
+    split(optimizer, X)
+    np.testing.assert_array_equal(value, split(optimizer, X))
+    wanted = nnx.state((model, optimizer))
+    for found, other in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(bits(found), bits(other))
+
+
+def test_nnx_objects_that_a_module_cannot_hand_back_are_named(tmp_path):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match="inside of other arguments"):
+        spmdctx.parallel(lambda models, x: models[0](x), **QUICK).plan((model,), X).export("jax", tmp_path / "m.py")
+    with pytest.raises(UnsupportedError, match="makes nnx objects"):
+        spmdctx.parallel(lambda model, x: (nnx.clone(model), model(x)), **QUICK).plan(model, X).export("jax", tmp_path / "m.py")
+
+
+def test_a_plan_for_more_devices_than_are_there_is_exported(tmp_path):
+    plan = spmdctx.plan(descending(chain), CHAIN, jnp.ones((128, 64)), device_num=64, topology="tpu-v5p", **QUICK)
+    plan.export("jax", tmp_path / "m.py")
+    module = loaded(tmp_path / "m.py")
+    assert module["AXES"] == plan.mesh
+    with pytest.raises(ValueError, match="needs 64 devices"):
+        module["parallel"](descending(chain))
 
 
 def test_static_arguments_are_bound_first(tmp_path):
