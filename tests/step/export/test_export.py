@@ -303,6 +303,25 @@ def test_a_method_of_a_module_becomes_a_function_of_its_state(tmp_path):
         np.testing.assert_array_equal(bits(found), bits(other))
 
 
+def test_state_that_a_step_only_reads_comes_back_as_it_is(tmp_path):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    model.kernel.set_metadata(out_sharding=("a", "b"))
+
+    def evaluate(model, x):
+        return nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)[0]
+
+    options = {"mesh": {"rows": 2, "columns": 4}, "rules": {"a": "rows", "b": "columns"}}
+    split = spmdctx.parallel(evaluate, **QUICK, **options)
+    plan = split.plan(model, X)
+    plan.export("jax", tmp_path / "m.py")
+    functional, args = as_pytrees(evaluate, (model, X), 1)
+    exported = loaded(tmp_path / "m.py")["parallel"](functional)
+    assert collectives(exported.lower(*args).compile(), plan) == collectives(split.lower(model, X).compile(), plan)
+    state, value = exported(*args)
+    np.testing.assert_array_equal(value, split(model, X))
+    assert jax.tree.leaves(state)[1].sharding.spec == jax.P("rows", "columns")
+
+
 def test_nnx_objects_that_a_module_cannot_hand_back_are_named(tmp_path):
     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
     with pytest.raises(UnsupportedError, match="inside of other arguments"):
