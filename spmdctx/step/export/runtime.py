@@ -223,14 +223,24 @@ def bodies(eqn: Any) -> list[tuple[str, int, Any]]:
 
 
 def digest(numbered: Numbered) -> str:
-    """Returns a digest of a body: primitives, who reads what, types, and the same of the bodies inside."""
+    """Returns a digest of a body: primitives with plain parameters, who reads what, types, and the same of the bodies inside."""
     rows = [type_text(var.aval) for var in numbered.inputs.values()]
     for eqn, operands, _ in numbered.lines:
         read = [name if isinstance(name, str) else type_text(name.aval) for name in operands]
         rows += [eqn.primitive.name, *read, *[type_text(var.aval) for var in eqn.outvars]]
+        rows += [f"{name}={_plain(value)}" for name, value in sorted(eqn.params.items()) if name != "name"]
         rows += [digest(Numbered(body)) for _, _, body in bodies(eqn)]
     rows += [name if isinstance(name, str) else type_text(name.aval) for name in numbered.results]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> str:
+    """Returns the text of a number, a word, a type or a tuple of them; other parameters have none."""
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_plain, value))})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return str(getattr(value, "name", "")) if hasattr(value, "itemsize") or hasattr(value, "value") else ""
 
 
 def rewritten(closed: Any, placed: Any) -> Any:

@@ -194,11 +194,27 @@ def one_more_product(params, x):
     return chain(params, x @ params["w0"])
 
 
-@pytest.mark.parametrize("other", [changed_activation, one_more_product])
+def transposed(params, x):
+    """The same equations and shapes with other parameters."""
+    for name in sorted(params):
+        x = jnp.tanh(lax.dot_general(x, params[name], (((1,), (1,)), ((), ()))))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("other", [changed_activation, one_more_product, transposed])
 def test_another_step_is_refused(tmp_path, other):
     spmdctx.parallel(descending(chain), **QUICK).plan(CHAIN, X).export("jax", tmp_path / "m.py")
     with pytest.raises(ValueError, match=r"not the one that was exported: (equation|it has other equations)"):
         loaded(tmp_path / "m.py")["parallel"](descending(other))(CHAIN, X)
+
+
+def test_other_numbers_in_a_step_are_none_of_its_form(tmp_path):
+    def step(rate):
+        return lambda params, x: (jax.tree.map(lambda own: own * rate, params), chain(params, x))
+
+    spmdctx.parallel(step(0.9), **QUICK).plan(CHAIN, X).export("jax", tmp_path / "m.py")
+    found, _ = loaded(tmp_path / "m.py")["parallel"](step(0.5))(CHAIN, X)
+    np.testing.assert_array_equal(found["w0"], CHAIN["w0"] * 0.5)
 
 
 @pytest.mark.parametrize("args", [(CHAIN, X[:16]), ({**CHAIN, "w3": CHAIN["w0"]}, X), (CHAIN, X.astype(jnp.bfloat16))])
