@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.runtime import functions, traced
 from spmdctx.trace.build.jaxprs.equations import struct_of
@@ -49,7 +50,9 @@ class Form:
     def traced(self) -> tuple[Any, Any]:
         """Returns the step's own trace, and the structure of its result."""
         leaves, tree = jax.tree.flatten(self.call)
-        return traced(self.fn, [leaf for leaf in leaves if not callable(leaf)], (tree, functions(leaves)), dict(self.axes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ContextWarning)  # of shard(), which has no effect in a plain trace
+            return traced(self.fn, [leaf for leaf in leaves if not callable(leaf)], (tree, functions(leaves)), dict(self.axes))
 
     def results(self, own: Any) -> list[int | str]:
         """Returns for each result of the own trace which result of the captured program it is, or the input that it is."""

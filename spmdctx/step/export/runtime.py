@@ -169,7 +169,7 @@ HELD = {
     "custom_vmap_call": ("call",),
     "linear_call": ("callee",),
 }
-RENAMING = frozenset({"sharding_constraint", "reshard"})
+RENAMING = frozenset({"sharding_constraint", "reshard", "spmdctx_shard"})  # the last is the mark of shard(), if a step has any
 
 
 class Numbered:

@@ -40,6 +40,10 @@ def chain(params, x):
     return jnp.mean(x**2)
 
 
+def marked(params, x):
+    return jnp.mean(spmdctx.shard(lambda x, w: jnp.tanh(x @ w), in_strategy=((2, 1), (1, 4)))(x, params["w0"]) ** 2)
+
+
 def scanned(params, x):
     @jax.checkpoint
     def layer(x, w):
@@ -67,6 +71,7 @@ def ranked(params, x):
 PARAMS, X = {"w": weights(4, 64, 64)}, weights(32, 64)
 CHAIN = {f"w{place}": weights(64, 64, seed=place) for place in range(3)}
 IGNORED = pytest.mark.filterwarnings("ignore:Buckets of gradients have no effect")
+UNMARKED = pytest.mark.filterwarnings("ignore:shard")
 QUICK = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
 
 
@@ -96,6 +101,7 @@ def test_it_compiles_the_same_for_tpu_and_gpu(tmp_path, make, topology):
         pytest.param(recurrent, {"w": weights(64, 64), "u": weights(64, 64)}, {}, id="loop-sums"),
         pytest.param(chain, CHAIN, {"parallel_mode": "data_parallel", "all_reduce_fusion_config": [1]}, marks=IGNORED, id="buckets"),
         pytest.param(chain, CHAIN, {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}, id="optimizer"),
+        pytest.param(marked, CHAIN, {"parallel_mode": "semi_auto_parallel"}, marks=UNMARKED, id="marks"),
         pytest.param(chain, CHAIN, {"mesh": {"rows": 2, "columns": 4}}, id="mesh"),
     ],
 )
