@@ -57,6 +57,7 @@ from spmdctx.ir.layout import Layout
 from spmdctx.machine.topology import Topology
 from spmdctx.plan import Plan
 from spmdctx.shard.decorate import shard
+from spmdctx.step.report.metrics import Metrics
 from spmdctx.step.report.report import StepReport
 from spmdctx.step.verify.verify import VerifyReport
 
@@ -72,6 +73,7 @@ __all__ = [
     "DonationError",
     "InfeasibleError",
     "Layout",
+    "Metrics",
     "MicroBatchInterleaved",
     "ParallelStep",
     "PipelineCell",

@@ -18,9 +18,11 @@ from spmdctx.cli.generate import STATE, save_model
 from spmdctx.cli.output import Output, audit_data, plan_data, verify_data
 from spmdctx.cli.program import Choice, add_program_arguments, started
 from spmdctx.cli.values import positive
+from spmdctx.errors import ContextError
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
 from spmdctx.step.processes import wait_for_all
+from spmdctx.step.report.metrics import KINDS, Metrics, check_target
 from spmdctx.step.step import ParallelStep
 
 
@@ -38,7 +40,22 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="save every N steps, and go on from the last one where this command was stopped before (default: at the end only)",
     )
+    training.add_argument(
+        "--metrics",
+        action="append",
+        default=[],
+        type=_target,
+        metavar="WHERE",
+        help=f"write loss and seconds of each step, and the report; may be given several times: {KINDS} (default: nowhere)",
+    )
     training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
+
+
+def _target(text: str) -> str:
+    try:
+        return check_target(text)
+    except ContextError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {KINDS}") from error
 
 
 def train(arguments: argparse.Namespace, output: Output) -> int:
@@ -56,13 +73,14 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
         output.show(plan)
         if jax.process_index() == 0:
             save_model(arguments.out, config, tokenizer)
-        with _checkpoints(arguments) as checkpoints:
+        with _checkpoints(arguments) as checkpoints, Metrics(*arguments.metrics) as metrics:
             state = {"model": model, "optimizer": optimizer}
             done = checkpoints.restore(state).step
             for _ in range(done):
                 next(data)
             losses, seconds = _run(
-                step, state, data, range(done, arguments.steps), partial(checkpoints.save, state=state, plan=plan), output
+                *(step, state, data, range(done, arguments.steps)),
+                *(partial(checkpoints.save, state=state, plan=plan), metrics, output),
             )
             checkpoints.wait()
             if checkpoints.latest_step() != max(done, arguments.steps):
@@ -87,7 +105,13 @@ def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]
 
 
 def _run(
-    step: ParallelStep[..., Any], state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
+    step: ParallelStep[..., Any],
+    state: dict[str, Any],
+    data: Iterator[Batch],
+    numbers: range,
+    save: Callable[[int], bool],
+    metrics: Metrics,
+    output: Output,
 ) -> tuple[list[float], float]:
     """Runs the steps of these numbers; returns their losses, and the median seconds of a step."""
     times: list[float] = []
@@ -96,6 +120,7 @@ def _run(
         start = time.perf_counter()
         loss = float(step(state["model"], state["optimizer"], next(data)))
         times.append(time.perf_counter() - start)
+        metrics.write(numbers[index] + 1, loss=loss, step_s=times[-1])
         save(numbers[index] + 1)
         return loss
 
@@ -103,6 +128,8 @@ def _run(
     if numbers.start:
         output.say(f"goes on from the checkpoint of step {numbers.start}")
     losses = list(output.steps(len(numbers), one))
+    if losses:
+        metrics.report(step.report(), numbers[-1] + 1)
     seconds = sorted(times)[len(times) // 2] if times else 0.0
     if losses:
         output.say(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {1000 * seconds:.0f} ms each")
