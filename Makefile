@@ -2,6 +2,7 @@
 #   make demo   train a small language model on 8 virtual CPU devices: plan, audit, numerics check
 #   make test   the tests
 #   make lint   formatting, lint, types
+#   make docs   the documentation as a site, in out/docs/html; it executes every example
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -14,7 +15,7 @@ TESTS ?=
 WORKERS ?= auto
 
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint benchmark-matrix clean
+.PHONY: demo test lint docs benchmark-matrix clean
 
 demo: $(VENV)/.installed
 	JAX_PLATFORMS=cpu $(BIN)/spmdctx train $(ARGS)
@@ -26,6 +27,9 @@ lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m docs.site.build $(ARGS)
 
 benchmark-matrix: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.matrix
@@ -48,6 +52,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 
 $(VENV)/.installed-lint: $(VENV)/.installed
 	$(PIP) --editable '.[pinned,lint]'
+	touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
 	touch $@
 
 clean:

@@ -1,44 +1,14 @@
-"""Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it."""
+"""Automatic parallelism for JAX: traces a step for one device, plans its shardings, lowers it to `jax.jit`, runs it and audits it.
 
-from spmdctx import communication, data, ops
-from spmdctx.api import (
-    MicroBatchInterleaved,
-    ParallelStep,
-    PipelineCell,
-    get_mesh,
-    grad,
-    parallel,
-    pipeline_stage,
-    plan,
-    server_init,
-    server_table,
-    set_param_ps,
-    value_and_grad,
-)
-from spmdctx.audit import AuditReport
-from spmdctx.checkpoint import (
-    CheckpointManager,
-    build_searched_strategy,
-    load_distributed_checkpoint,
-    merge_sliced_parameter,
-    rank_list_for_transform,
-    save_distributed_checkpoint,
-    transform_checkpoint_by_rank,
-    transform_checkpoints,
-)
-from spmdctx.context.layers import (
-    auto_parallel_context,
-    get_algo_parameters,
-    get_auto_parallel_context,
-    get_ps_context,
-    load_context,
-    reset_algo_parameters,
-    reset_auto_parallel_context,
-    reset_ps_context,
-    set_algo_parameters,
-    set_auto_parallel_context,
-    set_ps_context,
-)
+Names are imported when they are first used: `import spmdctx` and the help of the command line load neither JAX nor the planner.
+"""
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from spmdctx.errors import (
     CheckpointError,
     CommunicationError,
@@ -53,18 +23,61 @@ from spmdctx.errors import (
     StrategyError,
     UnsupportedError,
 )
-from spmdctx.ir.layout import Layout
-from spmdctx.machine.topology import Topology
-from spmdctx.plan import Plan
-from spmdctx.shard.decorate import shard
-from spmdctx.step.report.metrics import Metrics
-from spmdctx.step.report.report import StepReport
-from spmdctx.step.verify.verify import VerifyReport
+
+if TYPE_CHECKING:
+    from spmdctx import communication, data, ops
+    from spmdctx.api import (
+        MicroBatchInterleaved,
+        ParallelStep,
+        PipelineCell,
+        get_mesh,
+        grad,
+        parallel,
+        pipeline_stage,
+        plan,
+        server_init,
+        server_table,
+        set_param_ps,
+        value_and_grad,
+    )
+    from spmdctx.audit import AuditReport
+    from spmdctx.checkpoint import (
+        CheckpointManager,
+        build_searched_strategy,
+        load_distributed_checkpoint,
+        merge_sliced_parameter,
+        rank_list_for_transform,
+        save_distributed_checkpoint,
+        transform_checkpoint_by_rank,
+        transform_checkpoints,
+    )
+    from spmdctx.context.layers import (
+        auto_parallel_context,
+        get_algo_parameters,
+        get_auto_parallel_context,
+        get_ps_context,
+        load_context,
+        reset_algo_parameters,
+        reset_auto_parallel_context,
+        reset_ps_context,
+        set_algo_parameters,
+        set_auto_parallel_context,
+        set_ps_context,
+    )
+    from spmdctx.ir.layout import Layout
+    from spmdctx.machine.topology import Topology
+    from spmdctx.plan import Plan
+    from spmdctx.shard.auto_parallel import AutoParallel
+    from spmdctx.shard.decorate import shard
+    from spmdctx.step.report.metrics import Metrics
+    from spmdctx.step.report.report import StepReport
+    from spmdctx.step.verify.verify import VerifyReport
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AuditReport",
+    "AutoParallel",
     "CheckpointError",
     "CheckpointManager",
     "CommunicationError",
@@ -120,7 +133,61 @@ __all__ = [
     "value_and_grad",
 ]
 
-# Tracebacks name what users can catch. Classes with sources to be read (`Plan??` in a notebook) keep the module that holds these.
+_HOMES = {
+    "spmdctx.api": (
+        "MicroBatchInterleaved ParallelStep PipelineCell get_mesh grad parallel pipeline_stage plan server_init server_table set_param_ps "
+        "value_and_grad"
+    ),
+    "spmdctx.audit": "AuditReport",
+    "spmdctx.checkpoint": (
+        "CheckpointManager build_searched_strategy load_distributed_checkpoint merge_sliced_parameter rank_list_for_transform "
+        "save_distributed_checkpoint transform_checkpoint_by_rank transform_checkpoints"
+    ),
+    "spmdctx.context.layers": (
+        "auto_parallel_context get_algo_parameters get_auto_parallel_context get_ps_context load_context reset_algo_parameters "
+        "reset_auto_parallel_context reset_ps_context set_algo_parameters set_auto_parallel_context set_ps_context"
+    ),
+    "spmdctx.ir.layout": "Layout",
+    "spmdctx.machine.topology": "Topology",
+    "spmdctx.plan": "Plan",
+    "spmdctx.shard.auto_parallel": "AutoParallel",
+    "spmdctx.shard.decorate": "shard",
+    "spmdctx.step.report.metrics": "Metrics",
+    "spmdctx.step.report.report": "StepReport",
+    "spmdctx.step.verify.verify": "VerifyReport",
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what a public name stands for, or a subpackage, once."""
+    home = _HOME_OF.get(name)
+    if home is not None:
+        found = getattr(import_module(home), name)
+    elif not name.startswith("_") and find_spec(f"spmdctx.{name}") is not None:
+        found = import_module(f"spmdctx.{name}")
+    else:
+        raise AttributeError(f"module 'spmdctx' has no attribute {name!r}")
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """This package, in which the functions `plan` and `shard` keep their names from the subpackages that are called alike."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        # Importing spmdctx.plan.file would set the attribute "plan" to the package.
+        if not (name in ("plan", "shard") and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+# Tracebacks name what users can catch.
 for _name in __all__:
-    if isinstance(globals()[_name], type) and issubclass(globals()[_name], (Exception, Warning)):
+    if _name in globals():
         globals()[_name].__module__ = "spmdctx"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -163,6 +163,25 @@ def without_high_primitives(jaxpr: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
     from jax._src.interpreters import partial_eval
 
     return partial_eval.lower_jaxpr2(jaxpr)
+
+
+def without_unread(jaxpr: jexc.ClosedJaxpr, stays: Sequence[bool]) -> tuple[jexc.ClosedJaxpr, list[bool]]:
+    """Drops the equations of a program whose results nothing reads, and then the operands that nothing reads.
+
+    JAX does this where it compiles, and has no public way to do it to a jaxpr.
+
+    Args:
+        jaxpr: the program.
+        stays: for each operand, whether it stays in any case.
+
+    Returns:
+        The program, and for each operand whether it has stayed.
+    """
+    from jax._src.interpreters import partial_eval
+
+    body = jaxpr.jaxpr
+    found, used_consts, used = partial_eval.dce_jaxpr_consts(body, [True] * len(body.outvars), [True] * len(body.constvars) + list(stays))
+    return jexc.ClosedJaxpr(found, [value for value, is_used in zip(jaxpr.consts, used_consts, strict=True) if is_used]), used
 
 
 def gamma_sampler(params: Mapping[str, Any]) -> Callable[..., Any]:

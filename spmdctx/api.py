@@ -53,6 +53,7 @@ def parallel(fn: Callable[P, R] | None = None, **options: Any) -> ParallelStep[P
             donate_argnums, donate_argnames: arguments whose memory the step may reuse; none by default.
             static_argnums, static_argnames: compile-time constants.
             layerwise_parallel: path patterns of parameters that stay split in hybrid_parallel.
+            rules: logical axis rules, {"embed": "model", "norm": None} or a list of pairs, by which Flax's logical names are pins.
 
     Raises:
         ContextError: an option is unknown or a value is bad.

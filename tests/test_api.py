@@ -1,8 +1,13 @@
 """The public surface: the names that users type, pinned."""
 
+import ast
 import importlib
 import inspect
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +50,7 @@ FUNCTIONS = [
 MODULES = ["communication", "data", "ops"]
 CLASSES = [
     "AuditReport",
+    "AutoParallel",
     "CheckpointManager",
     "Layout",
     "MicroBatchInterleaved",
@@ -88,11 +94,13 @@ def test_public_classes_are_documented(name):
 
 
 def test_a_step_has_these_methods():
-    methods = [name for name in vars(spmdctx.ParallelStep) if not name.startswith("_")]
+    methods = {name for kind in spmdctx.ParallelStep.__mro__[:-2] for name in vars(kind) if not name.startswith("_")}
     assert sorted(methods) == [
         "audit",
         "batch_targets",
+        "clear_cache",
         "context",
+        "eval_shape",
         "in_shardings",
         "infer_predict_layout",
         "init",
@@ -102,11 +110,62 @@ def test_a_step_has_these_methods():
         "plan",
         "report",
         "shard_batch",
+        "trace",
         "traffic",
         "verify",
         "with_context",
         "with_options",
     ]
+
+
+def imports_for_type_checkers():
+    """Where type checkers find a name, from the block that only they read."""
+    tree = ast.parse(Path(spmdctx.__file__).read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    return {name.name: node.module for node in block.body for name in node.names}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + MODULES + CLASSES)
+def test_a_name_is_imported_from_where_type_checkers_find_it(name):
+    home = imports_for_type_checkers()[name]
+    expected = importlib.import_module(f"spmdctx.{name}") if home == "spmdctx" else getattr(importlib.import_module(home), name)
+    assert getattr(spmdctx, name) is expected
+    assert name in dir(spmdctx)
+
+
+def test_subpackages_do_not_hide_the_functions_of_their_names():
+    script = """
+import spmdctx
+import spmdctx.plan.file, spmdctx.shard.call
+from spmdctx import plan, shard
+from spmdctx.plan import Plan
+assert callable(spmdctx.plan) and spmdctx.plan is plan, spmdctx.plan
+assert callable(spmdctx.shard) and spmdctx.shard is shard, spmdctx.shard
+assert spmdctx.Plan is Plan
+assert spmdctx.context.options.BY_NAME["device_num"]
+assert not hasattr(spmdctx, "nothing")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("-c", "import spmdctx; dir(spmdctx); spmdctx.ContextError; spmdctx.set_auto_parallel_context(device_num=2)"),
+        ("-c", "import spmdctx.models.presets; spmdctx.models.preset('tiny')"),
+        ("-m", "spmdctx", "--help"),
+        ("-m", "spmdctx", "plan", "--help"),
+        ("-m", "spmdctx", "train", "--help"),
+        ("-m", "spmdctx", "k8s", "submit", "--help"),
+        ("-m", "spmdctx", "launch", "--help"),
+    ],
+    ids=lambda words: " ".join(words[1:]),
+)
+def test_help_and_a_bare_import_load_no_heavy_library(words):
+    done = subprocess.run([sys.executable, "-X", "importtime", *words], capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
+    assert "spmdctx" in loaded
+    assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "scipy", "rich", "ray", "kubernetes", "IPython", "numpy"}
 
 
 def test_a_plan_is_made_without_a_step():

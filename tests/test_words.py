@@ -28,7 +28,7 @@ TAKES_APART = {
 }
 LOOPS = ast.For | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 MATCHES = {"findall", "finditer", "fullmatch", "match", "search"}
-NAMES_THE_COMPILER = {"machine/presets.py", "lowering/compile_only.py", "lowering/scheduler_limit.py"}
+NAMES_THE_COMPILER = {"cli/about/environment.py", "machine/presets.py", "lowering/compile_only.py", "lowering/scheduler_limit.py"}
 XLA = PACKAGE / "machine" / "xla"
 HEADINGS = ("What XLA does:", "Seen in:", "Switch:", "Priced by:", "Written or prevented by:", "Checked by:")
 LONGEST_TEST_NAME = 80

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.sharding import AxisNames
+from spmdctx.wording.reports import Report
 
 MIN_FOUND_SHARE = 0.95
 MAX_UNPLANNED_SHARE = 0.05
@@ -50,7 +50,7 @@ class MemoryUse:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditData:
+class AuditData(Report):
     """The figures of an audit: planned against compiled, row by row, and what differs."""
 
     rows: tuple[AuditRow, ...]
@@ -94,21 +94,19 @@ class AuditData:
         """Returns whether the compiled program is what the plan says, within the limits above."""
         return self.found_share >= MIN_FOUND_SHARE and self.unplanned_share <= MAX_UNPLANNED_SHARE
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, for JSON."""
-        return {
-            "ok": self.ok,
-            "planned_bytes": self.planned_bytes,
-            "found_bytes": self.found_bytes,
-            "compiled_bytes": self.compiled_bytes,
-            "unplanned_bytes": self.unplanned_bytes,
-            "rows": [asdict(row) for row in self.rows],
-            "missing": [asdict(one) for one in self.missing],
-            "unplanned": [asdict(one) for one in self.unplanned],
-            "memory": asdict(self.memory) if self.memory else None,
-            "notes": list(self.notes),
-        }
+    kind = "audit"
 
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
+    def _figures(self) -> dict[str, Any]:
+        names = (
+            "ok",
+            "planned_bytes",
+            "found_bytes",
+            "compiled_bytes",
+            "unplanned_bytes",
+            "rows",
+            "missing",
+            "unplanned",
+            "memory",
+            "notes",
+        )
+        return {name: getattr(self, name) for name in names}

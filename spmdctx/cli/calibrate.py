@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -12,27 +11,12 @@ from rich.table import Table
 
 from spmdctx.cli.devices import start_devices
 from spmdctx.cli.output import Output
-from spmdctx.cli.values import positive
 from spmdctx.machine.topology import topology_text
 from spmdctx.wording import seconds_text
 from spmdctx.wording.files import write_file
 
 if TYPE_CHECKING:
     from spmdctx.cli.measure import Calibration
-
-
-def add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the command's own arguments."""
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the topology as .json or .yaml, for --topology (default: no file)")
-    parser.add_argument(
-        "--device-num",
-        type=positive,
-        default=8,
-        metavar="N",
-        help="virtual CPU devices without an accelerator (default: %(default)s)",
-    )
-    parser.add_argument("--megabytes", type=positive, help="size of the tensors that are moved (default: 64 on CPUs, else 1024)")
-    parser.add_argument("--repeats", type=positive, default=5, help="timings, of which the shortest counts (default: %(default)s)")
 
 
 def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:
@@ -49,7 +33,7 @@ def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:
         write_file(arguments.out, topology_text(found.topology, as_json=arguments.out.suffix == ".json"))
         output.say(f"written to {arguments.out}; use it with --topology {arguments.out}, or topology= in Python")
     rows = [row._asdict() for row in found.collectives]
-    output.finish({"topology": dataclasses.asdict(found.topology), "collectives": rows, "notes": list(found.notes)})
+    output.finish_with("calibrate", {"topology": dataclasses.asdict(found.topology), "collectives": rows, "notes": list(found.notes)})
     return 0
 
 

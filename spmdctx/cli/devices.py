@@ -9,9 +9,9 @@ import re
 import jax
 
 from spmdctx import communication
+from spmdctx.cli.parser.program import DEFAULT_DEVICES
 from spmdctx.communication.clusters import detect
 
-DEFAULT_DEVICES = 8
 _XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 

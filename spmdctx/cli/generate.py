@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from spmdctx.checkpoint import CheckpointManager, load_distributed_checkpoint
-from spmdctx.cli.output import Output, plan_data
-from spmdctx.cli.program import Choice, add_program_arguments, started
+from spmdctx.cli.output import Output
+from spmdctx.cli.program import Choice, started
 from spmdctx.errors import CheckpointError, ContextError
 from spmdctx.models import Decoder, DecoderConfig, Generator, Lora, Tokenizer, WordTokenizer, read_tokenizer
 from spmdctx.wording.files import read_file, write_file
@@ -21,27 +21,6 @@ from spmdctx.wording.text_data import read_json_text
 
 MODEL, TOKENIZER, STATE = "model.json", "tokenizer.json", "state"
 """Files that `spmdctx train` writes into its folder besides the plan: sizes, words and checkpoints."""
-
-
-def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `generate`."""
-    parser.add_argument("checkpoint", type=Path, help="what train wrote, a CheckpointManager's folder, or a folder of files per rank")
-    text = parser.add_argument_group("text")
-    text.add_argument("--prompt", action="append", metavar="TEXT", help="what the text begins with; several make a batch (default: 'The ')")
-    text.add_argument("--tokens", type=int, default=48, metavar="N", help="new tokens (default: %(default)s)")
-    text.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 takes the likeliest token (default: %(default)s)")
-    text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s> (default: none)")
-    text.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
-    text.add_argument(
-        "--tokenizer",
-        type=Path,
-        metavar="FILE",
-        help="of train, or of the tokenizers library (default: that of the checkpoint, else bytes)",
-    )
-    text.add_argument(
-        "--train-strategy", type=Path, metavar="FILE", help="how files per rank are split (default: strategy.json beside them)"
-    )
-    add_program_arguments(parser)
 
 
 def generate(arguments: argparse.Namespace, output: Output) -> int:
@@ -68,7 +47,9 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     for text in texts:
         output.say(text)
     output.say(f"{loaded}; {tokens.size} tokens in {seconds:.1f} s, compiling included")
-    output.finish({"plan": plan_data(plan), "texts": texts, "tokens": tokens.tolist(), "seconds": seconds, "loaded": loaded})
+    output.finish_with(
+        "generate", {"plan": plan.to_dict(), "texts": texts, "tokens": tokens.tolist(), "seconds": seconds, "loaded": loaded}
+    )
     return 0
 
 

@@ -10,36 +10,14 @@ import tempfile
 from pathlib import Path
 
 from spmdctx.cli.output import Output
-from spmdctx.cli.values import natural, positive, positive_number
 from spmdctx.communication.launch import Job, run_job
-from spmdctx.context.servers import DEFAULT_SERVERS, MODES
+from spmdctx.context.servers import DEFAULT_SERVERS
 from spmdctx.errors import ContextError
 from spmdctx.server.engine.fleet import Job as ServedJob
 from spmdctx.server.engine.job import Launch, run_served
 from spmdctx.server.engine.worker import Script
 from spmdctx.server.scale import scale
 from spmdctx.server.state.folder import has_progress
-
-
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `launch`."""
-    parser.add_argument("-n", "--num-processes", type=positive, metavar="N", help="processes to start (default: servers and workers)")
-    parser.add_argument("--devices-per-process", type=positive, default=1, metavar="N", help="CPU devices or GPUs of each (default: 1)")
-    parser.add_argument("--timeout", type=positive_number, metavar="SECONDS", help="after it everything is killed (default: no limit)")
-    served = parser.add_argument_group("parameter server", "Servers hold the state, workers run the script.")
-    served.add_argument("--servers", type=positive, metavar="N", help="servers to start (default: none)")
-    served.add_argument("--workers", type=positive, metavar="N", help="workers to start, with --servers (default: none)")
-    served.add_argument("--mode", choices=MODES, help="whether workers wait for each other (default: sync)")
-    served.add_argument("--max-staleness", type=natural, metavar="N", help="updates by which values may be late in async (default: 4)")
-    served.add_argument("--save-every", type=positive, metavar="N", help="updates between two saved states (default: 10)")
-    served.add_argument("--folder", metavar="FOLDER", help="where states are saved; a job goes on from those (default: a temporary one)")
-    served.add_argument("--address", metavar="HOST:PORT", help="a cluster of Ray that runs (default: one on this machine)")
-    served.add_argument(
-        "--scale", metavar="FOLDER", help="give the job that saves there --servers or --workers, and end (default: start a job)"
-    )
-    parser.add_argument("-m", dest="module", action="store_true", help="the script is the name of a module, as in python -m")
-    parser.add_argument("script", nargs="?", help="a Python script, which with -n calls spmdctx.communication.init()")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
 
 def launch(arguments: argparse.Namespace, output: Output) -> int:
@@ -59,7 +37,7 @@ def launch(arguments: argparse.Namespace, output: Output) -> int:
     outcome = run_job(job, sys.stderr if output.as_json else None)
     if outcome.trouble:
         sys.stderr.write(f"error: {outcome.trouble}\n")
-    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble})
+    output.finish_with("launch", {"exit_code": outcome.code, "trouble": outcome.trouble})
     return outcome.code
 
 
@@ -78,7 +56,7 @@ def _scale(arguments: argparse.Namespace, output: Output) -> int:
     if arguments.script is not None or (arguments.servers is None and arguments.workers is None):
         raise ContextError("--scale needs numbers, and no script.", need="spmdctx launch --scale FOLDER --servers N --workers N")
     scale(arguments.scale, servers=arguments.servers, workers=arguments.workers)
-    output.finish({"exit_code": 0, "folder": os.path.abspath(arguments.scale)})
+    output.finish_with("launch", {"exit_code": 0, "folder": os.path.abspath(arguments.scale)})
     return 0
 
 
@@ -110,7 +88,9 @@ def _launch_served(arguments: argparse.Namespace, output: Output) -> int:
     done = outcome.summary
     staleness = {str(late): count for late, count in sorted(done.staleness.items())} if done is not None else {}
     updates = done.version if done is not None else 0
-    output.finish({"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness})
+    output.finish_with(
+        "launch", {"exit_code": outcome.code, "trouble": outcome.trouble, "folder": folder, "updates": updates, "staleness": staleness}
+    )
     return outcome.code
 
 

@@ -5,32 +5,27 @@ The user's own program may fail anywhere below `plan` or `verify`. Its error is 
 
 from __future__ import annotations
 
-import json
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from spmdctx.audit import AuditReport
 from spmdctx.errors import is_laid_out
-from spmdctx.ir.collective import Collective
-from spmdctx.ir.mesh import format_sharding
-from spmdctx.pipeline.plan import PipelinePlan
-from spmdctx.pipeline.show.explanation import StageExplanation
-from spmdctx.plan.plan import Plan
-from spmdctx.plan.show.diff import PlanDiff
-from spmdctx.plan.show.explanation import Explanation
-from spmdctx.step.verify.verify import VerifyReport
 from spmdctx.wording import is_framework
 from spmdctx.wording.phases import telling
+from spmdctx.wording.reports import Report, json_text, stamped
+
+if TYPE_CHECKING:
+    from spmdctx.pipeline.plan import PipelinePlan
+    from spmdctx.plan.plan import Plan
 
 WIDTH = 120
 """Columns of output to a file or a pipe."""
@@ -78,11 +73,17 @@ class Output:
         """Prints one line about what happens."""
         self.console.print(escape(text))
 
-    def finish(self, data: dict[str, Any]) -> None:
-        """Prints the whole result as JSON if the user asked for JSON."""
+    def finish(self, result: Report | Plan | PipelinePlan) -> None:
+        """Prints a report, which is the whole result, as JSON if the user asked for JSON."""
+        self._print(result.to_dict())
+
+    def finish_with(self, command: str, figures: Mapping[str, Any]) -> None:
+        """Does the same with the figures of a command whose result is no single report."""
+        self._print(stamped(command, figures))
+
+    def _print(self, data: Mapping[str, Any]) -> None:
         if self.as_json and not self.is_quiet:
-            json.dump(data, sys.stdout, indent=2, default=str)
-            sys.stdout.write("\n")
+            sys.stdout.write(f"{json_text(data)}\n")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
@@ -99,88 +100,6 @@ class Output:
                 loss = run(index)
                 progress.update(task, advance=1, loss=f"{loss:.3f}")
                 yield loss
-
-
-def plan_data(plan: Plan | PipelinePlan) -> dict[str, Any]:
-    """Returns a plan as plain data, with what its table says."""
-    if isinstance(plan, PipelinePlan):
-        return plan.to_dict()
-    return {
-        "summary": plan.summary,
-        "mesh": plan.mesh,
-        "mode": plan.mode,
-        "search_mode": plan.search_mode,
-        "topology": plan.topology,
-        "options": dict(plan.options),
-        "cost": plan.cost._asdict(),
-        "lower_bound_s": plan.lower_bound_s,
-        "gap": plan.gap,
-        "timing": plan.timing._asdict(),
-        "rates": plan.rates._asdict(),
-        "made_for": {"step": plan.about.step, "model": plan.about.model, "versions": dict(plan.about.versions)},
-        "inputs": [
-            {"path": leaf.path, "role": leaf.role, "shape": leaf.shape, "dtype": leaf.dtype, "sharding": format_sharding(leaf.sharding)}
-            for leaf in plan.inputs
-        ],
-        "num_ops": len(plan.ops),
-        "collectives": _collectives_data(plan.collectives),
-        "notes": list(plan.notes),
-    }
-
-
-def audit_data(report: AuditReport) -> dict[str, Any]:
-    """Returns an audit as plain data."""
-    return report.to_dict()
-
-
-def verify_data(report: VerifyReport) -> dict[str, Any]:
-    """Returns a numerics check as plain data."""
-    return {"ok": report.ok, "num_devices": report.num_devices, "rows": [{**row._asdict(), "ok": row.ok} for row in report.rows]}
-
-
-def diff_data(diff: PlanDiff) -> dict[str, Any]:
-    """Returns a comparison as plain data."""
-    changes = {name: [vars_of(change) for change in getattr(diff, name)] for name in ("settings", "costs", "tensors", "communication")}
-    return {"same": diff.same, **changes, "num_ops": diff.num_ops, "notes_added": diff.notes_added, "notes_removed": diff.notes_removed}
-
-
-def explain_data(explanation: Explanation | StageExplanation) -> dict[str, Any]:
-    """Returns an explanation as plain data."""
-    if isinstance(explanation, StageExplanation):
-        return {"pattern": explanation.pattern, "stages": explanation.stages, "text": str(explanation).splitlines()}
-    tensors = [
-        {
-            "paths": one.paths,
-            "sharding": format_sharding(one.tensor.sharding),
-            "reason": one.tensor.reason,
-            "uses": [use._asdict() for use in one.uses],
-            "reshards": [row._asdict() for row in one.reshards],
-            "alternatives": [row._asdict() for row in one.alternatives],
-        }
-        for one in explanation.tensors
-    ]
-    ops = [{**op._asdict(), "rule": str(op.rule)} for op in explanation.ops]
-    kinds = [
-        {
-            "op": kind.op.name,
-            "split": kind.op.sharding,
-            "num_runs": kind.num_runs,
-            "missing": kind.missing,
-            "alternatives": [row._asdict() for row in kind.alternatives],
-        }
-        for kind in explanation.op_kinds
-    ]
-    collectives = _collectives_data(explanation.collectives)
-    return {"pattern": explanation.pattern, "tensors": tensors, "ops": ops, "op_kinds": kinds, "collectives": collectives}
-
-
-def vars_of(row: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass with slots."""
-    return {name: getattr(row, name) for name in row.__dataclass_fields__}
-
-
-def _collectives_data(rows: Iterable[Collective]) -> list[dict[str, Any]]:
-    return [vars_of(row) for row in rows]
 
 
 def failed(error: BaseException) -> int:
@@ -213,6 +132,11 @@ def own_frames(passed: TracebackType | None) -> list[str]:
 def _is_own(file: str) -> bool:
     in_library = file.startswith(_LIBRARY) and "site-packages" not in file
     return not (file.startswith((_PACKAGE, "<")) or in_library or is_framework(file))
+
+
+def print_warning(kind: str, text: str) -> None:
+    """Prints a warning to standard error."""
+    Console(stderr=True, highlight=False).print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
 
 
 def _print_error(text: str) -> None:

@@ -16,17 +16,15 @@ import jax.numpy as jnp
 from flax import nnx
 
 from spmdctx.api import parallel
-from spmdctx.cli.devices import DEFAULT_DEVICES, expected_devices, start_devices
+from spmdctx.cli.devices import expected_devices, start_devices
 from spmdctx.cli.library import ready_strategy
 from spmdctx.cli.output import Output, own_frames
-from spmdctx.cli.values import positive, positive_number
-from spmdctx.context.docs import add_context_arguments, options_from_arguments
+from spmdctx.cli.parser.program import LEAST_BATCH_SIZE
+from spmdctx.context.docs import options_from_arguments
 from spmdctx.context.layers import ContextConfig, auto_parallel_context, load_config
 from spmdctx.errors import ContextError, naming_file
 from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
-from spmdctx.machine.presets import PRESETS as MACHINES
 from spmdctx.models import (
-    PRESETS,
     UNSPLIT,
     Batch,
     DecoderConfig,
@@ -40,66 +38,8 @@ from spmdctx.models import (
 )
 from spmdctx.step.step import ParallelStep
 
-_LEAST_BATCH_SIZE = 24
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
-_BATCH_SIZE_HELP = f"sequences per step (default: the least multiple of the devices from {_LEAST_BATCH_SIZE} on)"
 _LARGE_MODEL = 10**9
-_PROGRAM_HELP = "your own instead of a decoder: FUNCTION() returns (step, arguments) (default: none; of a module alone, `program`)"
-_REMAT_HELP = "recompute activations in the backward pass (default: of models with a billion parameters or more)"
-
-
-def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose the program and how it is planned."""
-    program = parser.add_argument_group("program")
-    program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(PRESETS)} (default: %(default)s)")
-    program.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help=_PROGRAM_HELP,
-    )
-    program.add_argument("--layers", type=positive, metavar="N", help="number of layers (default: the model's)")
-    program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
-    program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
-    program.add_argument("--scan-layers", action=argparse.BooleanOptionalAction, help="run the layers by one scan (default: the model's)")
-    program.add_argument("--remat", action=argparse.BooleanOptionalAction, help=_REMAT_HELP)
-    program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
-    planning = parser.add_argument_group("planning")
-    planning.add_argument("--config", metavar="FILE.yaml", help="options from a file, MindFormers' keys or option names (default: none)")
-    planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
-    planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
-    planning.add_argument("--model-parallel", type=positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
-    planning.add_argument("--topology", metavar="NAME", help=_TOPOLOGY_HELP)
-    memory = planning.add_mutually_exclusive_group()
-    memory.add_argument("--memory-gib", type=positive_number, metavar="N", help="memory budget per device (default: the machine's)")
-    memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")
-    planning.add_argument("--strict", action="store_true", help="refuse ops without a sharding rule instead of replicating them")
-    add_context_arguments(parser, _CONTEXT_DEFAULTS)
-
-
-_STRATEGIES_HELP = (
-    "shard() strategies of the model: megatron (default in semi_auto_parallel), pins (two weights per layer, the rest follows; "
-    "default where sharding_propagation searches) or none (default otherwise)"
-)
-
-_STRATEGY_HELP = (
-    "a ready strategy of the library for this model and --device-num, with its program and context; or a file: YAML strategies, or a plan "
-    "(default: none)"
-)
-
-_TOPOLOGY_HELP = f"machine that costs are predicted for: {', '.join(MACHINES)}, or a file of calibrate (default: that of the devices)"
-
-_CONTEXT_DEFAULTS = {
-    "parallel_mode": "'auto_parallel'",
-    "device_num": f"the devices that are there; on a CPU {DEFAULT_DEVICES}, or as many as JAX_NUM_CPU_DEVICES says",
-}
-
-
-_TARGET_HELP = "cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4, h100:8 (default: %(default)s)"
-
-
-def add_target_argument(parser: argparse.ArgumentParser) -> None:
-    """Adds the argument that chooses the machine to compile for."""
-    parser.add_argument("--target", default="cpu", help=_TARGET_HELP)
 
 
 @dataclass(frozen=True)
@@ -206,7 +146,7 @@ def _with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -
 
 
 def _batch_size(num_devices: int) -> int:
-    return -(-_LEAST_BATCH_SIZE // num_devices) * num_devices
+    return -(-LEAST_BATCH_SIZE // num_devices) * num_devices
 
 
 def _split(arguments: argparse.Namespace, config: ContextConfig, options: Mapping[str, Any], num_devices: int) -> Split:

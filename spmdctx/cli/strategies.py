@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from spmdctx.cli.library import PLAN_SUFFIX, hand_texts, searched_text
 from spmdctx.cli.output import Output
-from spmdctx.cli.values import positive
-from spmdctx.context.options import SEARCH_MODES
 from spmdctx.errors import InfeasibleError, PlanError
 from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.plan.file import parse_any_plan
@@ -37,16 +35,6 @@ class FileState(NamedTuple):
         return self.state in ("written", "same")
 
 
-def add_strategies_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `strategies`."""
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file is not what would be made")
-    parser.add_argument("--model", metavar="NAME", help="only this model's files (default: all models)")
-    parser.add_argument("--device-num", type=positive, metavar="N", help="only those for this many devices (default: any number)")
-    parser.add_argument("--only", choices=("hand", "searched"), help="hand strategies and contexts, or searched plans (default: both)")
-    parser.add_argument("--search-mode", choices=SEARCH_MODES, default="", help="of the searched plans (default: the library's own)")
-    parser.add_argument("--folder", type=Path, help=f"a library of your own, with its {ROWS_FILE} (default: the one that is installed)")
-
-
 def strategies(arguments: argparse.Namespace, output: Output) -> int:
     """Makes or checks the library's files; 1 where one differs, is missing or belongs to no row."""
     library = read_library(arguments.folder)
@@ -57,7 +45,7 @@ def strategies(arguments: argparse.Namespace, output: Output) -> int:
             output.say(state.detail)
         states.append(state)
     ok = all(state.ok for state in states)
-    output.finish({"ok": ok, "files": [{**state._asdict(), "ok": state.ok} for state in states]})
+    output.finish_with("strategies", {"ok": ok, "files": [{**state._asdict(), "ok": state.ok} for state in states]})
     return 0 if ok else 1
 
 

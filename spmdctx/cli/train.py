@@ -15,47 +15,13 @@ import jax
 
 from spmdctx.checkpoint import CheckpointManager
 from spmdctx.cli.generate import STATE, save_model
-from spmdctx.cli.output import Output, audit_data, plan_data, verify_data
-from spmdctx.cli.program import Choice, add_program_arguments, started
-from spmdctx.cli.values import positive
-from spmdctx.errors import ContextError
+from spmdctx.cli.output import Output
+from spmdctx.cli.program import Choice, started
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
 from spmdctx.step.processes import wait_for_all
-from spmdctx.step.report.metrics import KINDS, Metrics, check_target
+from spmdctx.step.report.metrics import Metrics
 from spmdctx.step.step import ParallelStep
-
-
-def add_train_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `train`."""
-    add_program_arguments(parser)
-    training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: %(default)s)")
-    training.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (default: Python's language reference)")
-    training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
-    training.add_argument(
-        "--save-every",
-        type=positive,
-        metavar="N",
-        help="save every N steps, and go on from the last one where this command was stopped before (default: at the end only)",
-    )
-    training.add_argument(
-        "--metrics",
-        action="append",
-        default=[],
-        type=_target,
-        metavar="WHERE",
-        help=f"write loss and seconds of each step, and the report; may be given several times: {KINDS} (default: nowhere)",
-    )
-    training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
-
-
-def _target(text: str) -> str:
-    try:
-        return check_target(text)
-    except ContextError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is none of {KINDS}") from error
 
 
 def train(arguments: argparse.Namespace, output: Output) -> int:
@@ -154,16 +120,9 @@ def _check_and_save(
     files = _save(plan, out)
     output.title("Written")
     output.say("  ".join(files.values()))
-    output.finish(
-        {
-            "plan": plan_data(plan),
-            "losses": losses,
-            "step_s": seconds,
-            "report": None if report is None else report.to_dict(),
-            "audit": audit_data(audit),
-            "verify": verify_data(verify),
-            "files": files,
-        }
+    output.finish_with(
+        "train",
+        {"plan": plan.to_dict(), "losses": losses, "step_s": seconds, "report": report, "audit": audit, "verify": verify, "files": files},
     )
     return 0 if audit.ok and verify.ok else 1
 

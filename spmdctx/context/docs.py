@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from spmdctx.context.options import ALGO_OPTIONS, OPTIONS, PARALLEL_MODES
+from spmdctx.context.options import ALGO_OPTIONS, BY_NAME, OPTIONS, PARALLEL_MODES
 from spmdctx.context.storage import Option
 from spmdctx.context.values import dataset_strategy_from_lists, plain
 from spmdctx.errors import SpmdctxError
@@ -84,7 +84,14 @@ def add_context_arguments(parser: argparse.ArgumentParser, defaults: Mapping[str
     """Adds every option to a command, in a group of its own; `defaults` as for `cli_arguments`."""
     group = parser.add_argument_group("context options")
     for flag, keywords in cli_arguments(defaults):
-        group.add_argument(flag, **keywords)
+        action = group.add_argument(flag, **keywords)
+        if choices := BY_NAME[keywords["dest"]].choices:
+            offer(action, choices)
+
+
+def offer(action: argparse.Action, words: Iterable[str]) -> None:
+    """Has shells complete an argument by these words."""
+    action.completer = lambda **_: list(words)  # type: ignore[attr-defined]  # argcomplete reads it
 
 
 def options_from_arguments(arguments: argparse.Namespace) -> dict[str, Any]:

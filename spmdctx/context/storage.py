@@ -56,6 +56,11 @@ class Option:
             self.store(state, value)
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The names among which a value is; empty for options of other kinds."""
+        return getattr(self.check, "choices", ())
+
+    @property
     def asks_nothing(self) -> Any:
         """The value that needs no warning where the option has no effect."""
         return self.default if self.quiet is None else self.quiet

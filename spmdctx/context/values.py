@@ -165,6 +165,7 @@ def choice(names: tuple[str, ...]) -> Check:
             raise bad_value(name, value, need, nearest(value, names))
         return value
 
+    check.choices = names  # type: ignore[attr-defined]  # Option.choices reads it
     return check
 
 

@@ -76,18 +76,23 @@ def jit_program(
     outputs = tuple(
         named_sharding(jax_mesh, as_held(value, values[value], directives) if value != LITERAL else ()) for value in graph.outputs
     )
-    is_split = mesh.num_devices > 1
-    closed = constrain(program, assignment, mesh, jax_mesh, directives) if is_split else program.jaxpr
-    if backend_of(devices) in LATE_ON:
-        closed = with_early_gradients(closed, is_split=is_split)
     jitted = jax.jit(
-        _evaluator(closed, options.name),
+        _evaluator(jaxpr_to_compile(program, assignment, mesh, devices, directives), options.name),
         in_shardings=inputs,
         out_shardings=outputs,
         donate_argnums=tuple(options.donated),
         compiler_options=dict(options.compiler_options) if options.compiler_options else None,
     )
     return CompiledProgram(jitted, inputs, outputs, jax_mesh)
+
+
+def jaxpr_to_compile(
+    program: Program, assignment: Assignment, mesh: LogicalMesh, devices: Sequence[Any], directives: Directives | None
+) -> jexc.ClosedJaxpr:
+    """Returns the jaxpr that `jit_program` jits: the program with the assignment and the directives written into it."""
+    is_split = mesh.num_devices > 1
+    closed = constrain(program, assignment, mesh, make_mesh(mesh, devices), directives) if is_split else program.jaxpr
+    return with_early_gradients(closed, is_split=is_split) if backend_of(devices) in LATE_ON else closed
 
 
 def as_held(value: int, stored: TensorSharding, directives: Directives | None) -> TensorSharding:

@@ -24,6 +24,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording.files import write_file
+from spmdctx.wording.reports import stamped
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,8 +60,8 @@ class PipelinePlan(PipelineData):
         return explained(self, pattern)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what the tables say as plain data, in seconds and bytes."""
-        return plain_plan(self)
+        """Returns what the tables say as plain data, in seconds and bytes, with its versioned "schema"."""
+        return stamped("pipeline_plan", plain_plan(self))
 
     def diff(self, other: PipelineData | PlanData) -> PlanDiff:
         """Returns the changes from this plan to `other`: another pipeline's, or a plan without stages."""

@@ -220,8 +220,9 @@ class PlanData:
         replan: Plans the step again for a budget and a number of devices: `replan(memory_bytes=..., num_devices=...)`, None for no
             budget and for as many devices as before. Raises InfeasibleError if nothing fits.
         certifier: Returns this plan with `lower_bound_s` and `gap`.
+        exporter: Returns the source of a module that runs the step so; None for plans that `step.plan` did not give.
 
-    The last seven are neither compared nor saved; all but `timing` and `about` are None for plans from files.
+    The last eight are neither compared nor saved; all but `timing` and `about` are None for plans from files.
     """
 
     fingerprint: str
@@ -249,6 +250,7 @@ class PlanData:
     early: tuple[EarlyUpdate, ...] | None = field(default=None, compare=False, repr=False)
     replan: Callable[..., Self] | None = field(default=None, compare=False, repr=False)
     certifier: Callable[[], Self] | None = field(default=None, compare=False, repr=False)
+    exporter: Callable[[], str] | None = field(default=None, compare=False, repr=False)
     format_version: int = FORMAT_VERSION
 
     def __post_init__(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from spmdctx.errors import PlanFormatError, shown
@@ -65,6 +66,18 @@ def plan_json(plan: PlanData) -> str:
     body = _encode(plan)
     body["sha256"] = _checksum(body)
     return json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def plan_state(plan: PlanData) -> dict[str, Any]:
+    """Returns what a plan in another process shall have besides what its file holds: what is not about the program at hand."""
+    names = {field.name for field in fields(plan)} - {field.name for field in fields(PlanData)}
+    profile = None if plan.memory_profile is None else tuple(plan.memory_profile)
+    return {"timing": plan.timing, "memory_profile": profile, **{name: getattr(plan, name) for name in names}}
+
+
+def restored(kind: type[AnyPlan], text: str, state: Mapping[str, Any]) -> AnyPlan:
+    """Returns the plan that was pickled: like one from a file, it is not planned again or certified."""
+    return replace(parse_plan(text, "the pickled plan", kind), **state)
 
 
 def write_plan(plan: PlanData, path: str | os.PathLike[str]) -> None:

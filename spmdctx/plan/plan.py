@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from rich.console import Group
 
@@ -13,19 +14,22 @@ from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.diff import OtherPlan, diff_plans
 from spmdctx.plan.explain import explain_plan
-from spmdctx.plan.file import plan_json, read_plan, write_plan
+from spmdctx.plan.export.kinds import export_text
+from spmdctx.plan.file import plan_json, plan_state, read_plan, restored, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
 from spmdctx.plan.show.diff import PlanDiff
 from spmdctx.plan.show.explanation import Explanation
 from spmdctx.plan.show.page import plan_document, plan_page
 from spmdctx.plan.show.pareto import Pareto, showing
+from spmdctx.plan.show.plain import plan_figures
 from spmdctx.plan.show.table import plan_table
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.plan.summary.rates import Rates, rates_of
 from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 from spmdctx.wording.files import write_file
+from spmdctx.wording.reports import stamped
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,6 +78,22 @@ class Plan(PlanData):
         """
         write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
 
+    def export(self, kind: str, path: str | os.PathLike[str]) -> None:
+        """Writes what runs the step in the same way without spmdctx.
+
+        Args:
+            kind: "jax" for a Python module that imports only JAX: mesh, shardings, constraints, and `parallel(step)`, whose compiled
+                collectives are those of this plan. "rules" for logical axis rules, as Flax and MaxText read them.
+            path: the file, whose folder is made.
+
+        Raises:
+            ContextError: another kind.
+            UnsupportedError: what cannot be said in that form, by name, such as a plan of servers.
+            PlanError: "jax" of a plan that does not hold its step, such as one from a file.
+            FileError: the file cannot be written; a former one is as it was.
+        """
+        write_file(path, export_text(self, kind))
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
         """Reads what `save` wrote; the plan of a pipeline comes back as a PipelinePlan.
@@ -86,8 +106,22 @@ class Plan(PlanData):
         return found
 
     def to_json(self) -> str:
-        """Returns the text of the plan's file."""
+        """Returns the text of the plan's file, which `load` reads; `to_dict` gives what the table says."""
         return plan_json(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what the table says as plain data, in seconds and bytes, with its versioned "schema"."""
+        made_for = {"step": self.about.step, "model": self.about.model, "versions": dict(self.about.versions)}
+        return stamped("plan", {"summary": self.summary, **plan_figures(self), "rates": self.rates, "made_for": made_for})
+
+    def __reduce__(self) -> Any:
+        return restored, (type(self), plan_json(self), plan_state(self))
+
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Plan:
+        return self
 
     def diff(self, other: Plan | OtherPlan) -> PlanDiff:
         """Returns the changes from this plan to `other`, which may be the plan of a pipeline."""
@@ -123,7 +157,7 @@ class Plan(PlanData):
                 got=f"a plan of parallel_mode {self.mode!r} on {counted(self.logical_mesh.num_devices, 'device')}",
                 fix="plan the step again in auto_parallel on several devices, and certify that plan",
             )
-        return self.certifier()
+        return replace(self.certifier(), exporter=self.exporter)
 
     def pareto(
         self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = (), *, progress: Progress | None = None

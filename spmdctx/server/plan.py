@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,11 +12,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.plan.plan import Plan
+from spmdctx.plan.show.plain import plan_figures
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.plan.summary.sentence import phrase_of
 from spmdctx.server.loads import LocalLoad, ServerLoad
 from spmdctx.wording import bytes_text, counted, seconds_text
+from spmdctx.wording.reports import stamped
 
 _BYTES_PER_S = 800e6
 """What 2 servers and 2 workers exchanged on two cores by Ray 2.60; a network may be slower."""
@@ -56,11 +60,16 @@ class ServedPlan(Plan):
         """Predicted seconds of a step: the parts of the worker that has most, and the exchange."""
         return -(-self.num_parts // self.num_workers) * self.cost.total_s + self.exchange_s
 
+    def export(self, kind: str, path: str | os.PathLike[str]) -> None:
+        """Refuses: no module without spmdctx exchanges arrays with servers."""
+        raise UnsupportedError(
+            "The plan of a step on servers cannot be exported.", got=f"export({kind!r})", fix="plan the step with enable_ps=False"
+        )
+
     def to_dict(self) -> dict[str, Any]:
-        """Returns what the table of servers says as plain data, in seconds and bytes."""
-        rows = [{**one._asdict(), "arrays": list(one.arrays)} for one in self.servers]
-        own = {**self.local._asdict(), "arrays": list(self.local.arrays)}
-        return {"servers": rows, "local": own, "num_parts": self.num_parts, "num_workers": self.num_workers, "step_s": self.step_s}
+        """Returns what the tables say as plain data, in seconds and bytes, with its versioned "schema"; the servers come last."""
+        names = ("servers", "local", "num_parts", "num_workers", "step_s")
+        return stamped("served_plan", {**plan_figures(self), **{name: getattr(self, name) for name in names}})
 
     def _repr_html_(self) -> str:
         page = super()._repr_html_()

@@ -207,12 +207,20 @@ class Entry:
 
         The leaves may be abstract.
         """
-        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
         with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
-            lowered: jax.stages.Lowered = (
-                self.program.jitted.lower(*avals) if self.direct is None else self.direct.lower(*self.structure.inputs(avals)[0])
-            )
-        return lowered
+            program, avals = self._as_called(leaves)
+            return program.lower(*avals)
+
+    def trace(self, leaves: Sequence[Any]) -> jax.stages.Traced:
+        """Traces the program that a call with these leaves runs."""
+        with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
+            program, avals = self._as_called(leaves)
+            return program.trace(*avals)
+
+    def _as_called(self, leaves: Sequence[Any]) -> tuple[jax.stages.Wrapped, Sequence[Any]]:
+        """Returns what a call runs, and the types of its arguments."""
+        avals = [self.type_as_called(index, leaf) for index, leaf in enumerate(leaves)]
+        return (self.program.jitted, avals) if self.direct is None else (self.direct, self.structure.inputs(avals)[0])
 
     def audit(self, leaves: Sequence[Any]) -> AuditReport:
         """Compiles the program that a call with these leaves runs, and compares it with the plan."""

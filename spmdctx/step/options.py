@@ -15,9 +15,10 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.machine.topology import Topology
 from spmdctx.search.setup.meshes import MAX_AXES
+from spmdctx.trace.scope.rules import axis_rules
 from spmdctx.trace.scope.settings import StepOptions
 
-_OF_PARALLEL = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel")
+_OF_PARALLEL = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel", "rules")
 
 _MAX_AXES, _MAX_DEVICES = 32, 1 << 20
 
@@ -43,6 +44,7 @@ def step_options(options: Mapping[str, Any]) -> StepOptions:
         max_mesh_axes=_max_mesh_axes(own.get("max_mesh_axes")),
         strict=_boolean("strict", own.get("strict", False)),
         layerwise_parallel=_patterns(own.get("layerwise_parallel", ())),
+        rules=axis_rules(own.get("rules", ())),
         arguments={name: value for name, value in options.items() if name in _ARGUMENTS},
         notes=notes,
     )

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
 from weakref import WeakKeyDictionary
@@ -30,6 +30,8 @@ from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
+from spmdctx.step.export.export import exportable
+from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import step_options
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.report.calls import Calls, log_compiling, noted
@@ -74,7 +76,7 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep(Generic[P, R]):
+class ParallelStep(JitMethods, Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
@@ -189,8 +191,7 @@ class ParallelStep(Generic[P, R]):
     def profile(self, folder: str | os.PathLike[str]) -> Profile:
         """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
 
-        Raises:
-            PlanError: at the end of the context, the step was not called inside.
+        At its end it raises a PlanError if the step was not called inside.
         """
         return Profile(folder, lambda: self._calls)
 
@@ -216,20 +217,15 @@ class ParallelStep(Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
-        return self._entry_of(args, kwargs).plan
+        return exportable(self._entry_of(args, kwargs), self._target, self._split(args, kwargs)[1])
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
-        """Lowers the step's program with JAX; `.compile()` compiles it once for this, the audit and the calls.
-
-        The program takes the step's own positional arguments. If the step has nnx objects or keyword arguments, it takes their
-        flat leaves.
-
-        A step on a pipeline answers with a `LoweredPipeline`: a mapping with one `jax.stages.Lowered` for each stage and kind of task.
-        """
-        call, static = self._split(args, kwargs)
-        with ShortTracebacks():
-            entry = self._entry(call, static, stacklevel=4)
-            return entry.lower(self._read(entry, call).leaves)
+    def clear_cache(self) -> None:
+        """Forgets all plans, programs and timings, also those of bound steps; the next call traces, plans and compiles again."""
+        with self._lock:
+            self._entries.clear()
+            self._last = self._direct = self._calls = None
+            for bound in list(self._bound.values()):
+                bound.clear_cache()
 
     def in_shardings(self, *args: Any, **kwargs: Any) -> Any:
         """Returns a NamedSharding for each argument leaf, as a tuple of the dynamic arguments; keywords follow as one dict.
@@ -374,6 +370,11 @@ class ParallelStep(Generic[P, R]):
         read = entry.read(call)
         assert read is not None, "an entry reads the call it was made for"
         return read
+
+    def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Sequence[Any]]:
+        call, static = self._split(args, kwargs)
+        entry = self._entry(call, static, stacklevel=5)
+        return entry, self._read(entry, call).leaves
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         with ShortTracebacks():

@@ -16,8 +16,9 @@ import pytest
 from rich.table import Table
 
 from spmdctx import CheckpointManager
-from spmdctx.cli.main import command_parser, main
+from spmdctx.cli.main import main
 from spmdctx.cli.output import Output
+from spmdctx.cli.parser.commands import command_parser
 from spmdctx.errors import message
 from spmdctx.machine.presets import PRESETS
 from spmdctx.models import WordTokenizer, read_text, read_tokenizer
@@ -48,6 +49,21 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
         main([command, "--help"])
     assert stopped.value.code == 0
     assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["jax", "rules"])
+def test_plan_exports(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.py"
+    code, data = _run(capsys, "plan", *SMALL, "--export", kind, "--out", str(out))
+    assert code == 0
+    names: dict[str, Any] = {}
+    exec(out.read_text(encoding="utf-8"), names)
+    assert names["AXES" if kind == "jax" else "MESH"] == data["mesh"]
+
+
+def test_plan_exports_into_a_file_only(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *SMALL, "--export", "jax"]) == 2
+    assert "--out" in capsys.readouterr().err
 
 
 def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from spmdctx.cli.main import command_parser
+from spmdctx.cli.parser.commands import command_parser
 from spmdctx.k8s import JobOptions, manifests
 from spmdctx.k8s.operators.jobset import DEFAULT_RESTARTS, failure_policy, pod_failure_policy
 from tests.k8s.schemas import strict_faults

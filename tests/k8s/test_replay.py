@@ -68,7 +68,7 @@ def test_a_pod_of_ray_is_a_world_of_its_own(job):
 
 @pytest.mark.parametrize("job", SERVED)
 def test_the_head_starts_the_job_that_was_asked_for(job):
-    from spmdctx.cli.main import command_parser
+    from spmdctx.cli.parser.commands import command_parser
 
     (manifest,) = manifests(job)
     program, *words = manifest["spec"]["entrypoint"].split()

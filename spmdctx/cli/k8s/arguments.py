@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from spmdctx.cli.values import natural, positive
+from spmdctx.cli.parser.values import natural, positive
 from spmdctx.context.servers import MODES
 from spmdctx.errors import ContextError
 from spmdctx.k8s.job.options import DEVICES, OPERATORS, RAY, JobOptions, Pods, SecretVariable, Servers

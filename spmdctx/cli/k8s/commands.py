@@ -4,62 +4,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmdctx.cli.k8s.arguments import add_context_argument, add_job_arguments, add_name_arguments, job_options
+from spmdctx.cli.k8s.arguments import job_options
 from spmdctx.cli.output import Output
-from spmdctx.cli.values import natural, positive
 from spmdctx.errors import ContextError, naming_file
 from spmdctx.k8s.cluster import Cluster
-from spmdctx.k8s.job.options import DEVICES
 from spmdctx.k8s.manifest import advice, manifests
 from spmdctx.k8s.mindspore.convert import Changes, convert
 from spmdctx.k8s.render import objects_of, read_objects, text_of, write_folder
 from spmdctx.k8s.state import FAILED
 
-Command = Callable[[Any, str, Callable[[argparse.Namespace, Output], int], str], argparse.ArgumentParser]
 STDIN = "-"
-
-
-def add_k8s_commands(parser: argparse.ArgumentParser, command: Command) -> None:
-    """Adds the commands; `command` makes the parser of one."""
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    one = command(commands, "manifest", manifest, "write the manifest of a job; no cluster is contacted")
-    add_job_arguments(one)
-    _add_out(one)
-    one = command(commands, "convert", convert_file, "make an MSJob of MindSpore's operator into a JobSet or a RayJob")
-    one.add_argument("file", help="a YAML file with an MSJob, or - for standard input")
-    one.add_argument("--image", default="", metavar="IMAGE", help="one with JAX and spmdctx (default: the MSJob's)")
-    one.add_argument("--device", default="", choices=DEVICES, help="in place of the MSJob's devices (default: those)")
-    one.add_argument(
-        "--claim", default="", metavar="NAME", help="a PersistentVolumeClaim for checkpoints (default: the first that workers mount)"
-    )
-    one.add_argument(
-        "--checkpoint-path", default="", metavar="PATH", help="where it is mounted (default: /checkpoints, or as in the MSJob)"
-    )
-    one.add_argument("--namespace", default="", metavar="NAME", help="where the job goes (default: the MSJob's)")
-    one.add_argument("--queue", default="", metavar="NAME", help="a LocalQueue of Kueue (default: the MSJob's queue)")
-    _add_out(one)
-    one = command(commands, "submit", submit, "hand a job to a cluster: the same arguments as manifest, or --file")
-    add_job_arguments(one)
-    one.add_argument("-f", "--file", metavar="FILE", help="a manifest to submit in place of a script, or - for standard input")
-    one.add_argument("--dry-run", action="store_true", help="have the cluster check the job, and keep nothing of it")
-    add_context_argument(one)
-    one = command(commands, "status", status, "say how a job is, with its pods; the exit code is 1 if it has failed")
-    add_name_arguments(one)
-    one = command(commands, "logs", logs, "print what a process of a job writes")
-    add_name_arguments(one)
-    one.add_argument("--process", type=natural, metavar="N", help="its number (default: 0; with servers, what spmdctx launch writes)")
-    one.add_argument("--follow", action="store_true", help="go on until it ends")
-    one.add_argument("--tail", type=positive, metavar="N", help="the last N lines only (default: all)")
-    one = command(commands, "delete", delete, "delete a job with its pods; checkpoints stay")
-    add_name_arguments(one)
-
-
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write files there (default: standard output)")
 
 
 def manifest(arguments: argparse.Namespace, output: Output) -> int:
@@ -96,7 +54,7 @@ def submit(arguments: argparse.Namespace, output: Output) -> int:
     made = Cluster(arguments.context, arguments.namespace).submit(objects, dry_run=arguments.dry_run)
     for name in made:
         output.say(f"{'would create' if arguments.dry_run else 'created'} {name}")
-    output.finish({"created": [] if arguments.dry_run else made, "dry_run": arguments.dry_run, "objects": objects})
+    output.finish_with("k8s_submit", {"created": [] if arguments.dry_run else made, "dry_run": arguments.dry_run, "objects": objects})
     return 0
 
 
@@ -110,7 +68,7 @@ def status(arguments: argparse.Namespace, output: Output) -> int:
         ended = f", exit code {', '.join(map(str, pod.exit_codes))}" if pod.exit_codes else ""
         output.say(f"  {pod.component:9} {pod.name}: {pod.phase}{ended}")
     pods = [{"name": pod.name, "component": pod.component, "phase": pod.phase, "exit_codes": pod.exit_codes} for pod in found.pods]
-    output.finish({**found._asdict(), "pods": pods})
+    output.finish_with("k8s_status", {**found._asdict(), "pods": pods})
     return 1 if found.word == FAILED else 0
 
 
@@ -123,7 +81,7 @@ def logs(arguments: argparse.Namespace, output: Output) -> int:
         else:
             sys.stdout.write(f"{written.line}\n")
             sys.stdout.flush()
-    output.finish({"name": arguments.name, "lines": lines})
+    output.finish_with("k8s_logs", {"name": arguments.name, "lines": lines})
     return 0
 
 
@@ -131,7 +89,7 @@ def delete(arguments: argparse.Namespace, output: Output) -> int:
     """Deletes a job."""
     gone = Cluster(arguments.context, arguments.namespace).delete(arguments.name)
     output.say(f"deleted {gone}")
-    output.finish({"deleted": gone})
+    output.finish_with("k8s_delete", {"deleted": gone})
     return 0
 
 
@@ -156,4 +114,4 @@ def _finish(objects: Sequence[Mapping[str, Any]], out: Path | None, output: Outp
         output.say("  ".join(files))
     elif not output.as_json:
         sys.stdout.write(text_of(made))
-    output.finish({"objects": made, "files": files, "notes": list(notes)})
+    output.finish_with("k8s_objects", {"objects": made, "files": files, "notes": list(notes)})

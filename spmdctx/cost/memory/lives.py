@@ -17,30 +17,25 @@ from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
 from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
-from spmdctx.ir.analysis.kinds import op_kinds, ops_of, value_kinds
+from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
 from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
+from spmdctx.machine.xla.memory.late_branches import late_branches
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
+from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.memory.row_fusions import read_with_their_rows
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
 
 _IN_PLACE = ("scatter", "dynamic_update_slice")
-
-
-class ValueLife(NamedTuple):
-    """A value that is in memory from the op `start` to the op `end`, both included."""
-
-    value: int
-    start: int
-    end: int
 
 
 class Copy(NamedTuple):
@@ -136,9 +131,11 @@ def step_memory(
     key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients, fuses_rows)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
-        waits = waits_in_regions(graph, scopes, is_split=is_split) if delays_gradients else {}
-        runs = order(graph, is_split, waits)
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(fuses_rows=fuses_rows)
+        waits = waits_in_regions(graph, scopes) if delays_gradients and is_split else {}
+        runs = order(graph, is_split, waits, late_branches(graph) if delays_gradients and is_split else {})
+        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(
+            fuses_rows=fuses_rows, copies_for_loops=delays_gradients
+        )
     return known
 
 
@@ -180,33 +177,6 @@ def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies:
     return Peak(time, int(alive[time]))
 
 
-class _Loops:
-    """The bounds of loops: `last[i]` of an op that enters one, `first[i]` of one that leaves one, else the op itself."""
-
-    def __init__(self, graph: Graph, scopes: Sequence[int]) -> None:
-        count = len(graph.ops)
-        self.first, self.last = list(range(count)), list(range(count))
-        open_loops: dict[int, list[int]] = {}
-        entered: set[int] = set()
-        if not ops_of(graph, LEAVING):
-            return
-        for op in reversed(graph.ops):
-            scope = scopes[op.id]
-            if op.primitive in LEAVING:
-                if scope in entered or scope not in open_loops:
-                    open_loops[scope] = []
-                    entered.discard(scope)
-                open_loops[scope].append(op.id)
-            elif op.primitive in ENTERING and scope in open_loops:
-                entered.add(scope)
-                self.last[op.id] = open_loops[scope][0]
-                for leaving in open_loops[scope]:
-                    self.first[leaving] = op.id
-            elif scope in open_loops:
-                del open_loops[scope]
-                entered.discard(scope)
-
-
 class _Liveness:
     def __init__(
         self,
@@ -222,7 +192,7 @@ class _Liveness:
         self.materialized = materialized_values(graph, self.given)
         if not fuses_into_products:
             materialize_operands(graph, self.materialized)
-        self.loops = _Loops(graph, scopes)
+        self.loops = Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)
         self.start: dict[int, int] = {}
         self.carried = dict(graph.ties)
@@ -231,7 +201,7 @@ class _Liveness:
         self.runs = runs
         self.times = list(self.runs)
 
-    def find(self, *, fuses_rows: bool) -> StepMemory:
+    def find(self, *, fuses_rows: bool, copies_for_loops: bool) -> StepMemory:
         graph = self.graph
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         self._find_ends()
@@ -250,7 +220,10 @@ class _Liveness:
             if value not in reused:
                 start = self.start.get(value, self.runs[op])
                 (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
-        found += self._hoisted()
+        found += hoisted(graph, self.loops, self.carried, self.materialized)
+        if copies_for_loops:
+            reads = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
+            found += copied_for_loops(reads, self.loops, self.runs)
         loop_ends = iteration_ends(graph, self.scopes)
         return StepMemory(
             lives=tuple(found),
@@ -271,21 +244,6 @@ class _Liveness:
         readers = self.graph.readers
         read = [value for value in self.graph.inputs if readers[value]]
         return tuple([ValueLife(value, min(firsts[op.id] for op in readers[value]), self.end[value]) for value in read])
-
-    def _hoisted(self) -> list[ValueLife]:
-        """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first iteration."""
-        values, found = self.graph.values, []
-        for op in ops_of(self.graph, ENTERING):
-            if op.results[0] in self.carried or op.operands[0] == LITERAL:
-                continue
-            before, inside, end = values[op.operands[0]], op.results[0], self.loops.last[op.id]
-            if end == op.id or before.shape != values[inside].shape:
-                continue
-            size = item_bytes(before.dtype)
-            made = [reader.results[0] for reader in self.graph.readers[inside] if reader.primitive == "convert_element_type"]
-            narrow = [value for value in made if not self.materialized[value] and item_bytes(values[value].dtype) < size]
-            found += [ValueLife(value, op.id, end) for value in narrow[:1]]
-        return found
 
     def _becomes(self, value: int) -> bool:
         """Returns whether a donated input has a next value of its kind to lend its memory to."""

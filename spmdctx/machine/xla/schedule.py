@@ -39,13 +39,17 @@ Checked by: benchmarks/fidelity_plans.py
 """
 
 
-def order(graph: Graph, is_split: bool = True, waits: Mapping[int, int] = MappingProxyType({})) -> tuple[int, ...]:
+_NONE: Mapping[int, int] = MappingProxyType({})
+
+
+def order(graph: Graph, is_split: bool = True, waits: Mapping[int, int] = _NONE, branches: Mapping[int, int] = _NONE) -> tuple[int, ...]:
     """Returns for each op the place at which it runs, counted in traced ops; several ops may have one place.
 
     Args:
         graph: The step.
         is_split: True if values are moved between devices at all.
         waits: For products that only make gradients and run with a later op, this op.
+        branches: The same for products that others need.
     """
     runs = list(range(len(graph.ops)))
     products = of_primitives(graph, HEAVY)
@@ -62,17 +66,19 @@ def order(graph: Graph, is_split: bool = True, waits: Mapping[int, int] = Mappin
     made_at = times.tolist()
     movable = terminal & (executions(graph) <= 1)
     movable[list(waits)] = True
-    for index in np.flatnonzero(movable & ~_boundaries(graph)).tolist():
+    left = movable | (np.arange(len(graph.ops)) >= min(branches)) if branches else movable
+    free = movable.tolist()
+    for index in np.flatnonzero(left & ~_boundaries(graph)).tolist():
         op = graph.ops[index]
         at = 0
         for value in op.operands:
             if made_at[value] > at:
                 at = made_at[value]
-        if index in waits:
-            runs[index] = max(at, waits[index])
-        elif chained[index] and others.next_after[at] < index:
+        if index in waits or index in branches:
+            runs[index] = max(at, waits.get(index, branches.get(index, 0)))
+        elif free[index] and chained[index] and others.next_after[at] < index:
             runs[index] = at
-        elif moves[index]:
+        elif free[index] and moves[index]:
             runs[index] = max(at, others.end_of_wait(index))
         elif at > index:
             runs[index] = at

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spmdctx.audit.data import AuditData, AuditRow
 from spmdctx.pipeline.programs.transfers import Moved
+from spmdctx.wording.reports import Report
 
 
 class ProgramAudit(NamedTuple):
@@ -85,7 +85,7 @@ class StageRow(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class PipelineAuditData:
+class PipelineAuditData(Report):
     """The figures of a pipeline's audit.
 
     Attributes:
@@ -129,21 +129,16 @@ class PipelineAuditData:
         found += [f"{row.program} has {row.num_collectives} collectives, and is to have none." for row in self.edges if row.num_collectives]
         return tuple(found)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns plain data, for JSON."""
+    kind = "pipeline_audit"
+
+    def _figures(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
-            "programs": [
-                {**one._asdict(), "ok": one.ok, "report": one.report.to_dict(), "misplaced": list(one.misplaced)} for one in self.programs
-            ],
-            "rows": [{**row._asdict(), "collective": asdict(row.collective)} for row in self.rows],
-            "transfers": [{**row._asdict(), "what": str(row.what)} for row in self.transfers],
-            "stages": [row._asdict() for row in self.stages],
-            "edges": [row._asdict() for row in self.edges],
-            "faults": list(self.faults),
-            "notes": list(self.notes),
+            "programs": [{**one._asdict(), "ok": one.ok} for one in self.programs],
+            "rows": self.rows,
+            "transfers": self.transfers,
+            "stages": self.stages,
+            "edges": self.edges,
+            "faults": self.faults,
+            "notes": self.notes,
         }
-
-    def to_json(self) -> str:
-        """Returns `to_dict` as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)

@@ -11,6 +11,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx._compat import without_unread
 from spmdctx.gradients.reduce import is_low_precision
 from spmdctx.pipeline.cut.chunks import Chunk
 from spmdctx.pipeline.cut.tangents import has_cotangent
@@ -23,8 +24,8 @@ from spmdctx.trace.build.jaxprs.equations import struct_of
 class Passes:
     """The two passes of a chunk.
 
-    What the forward pass keeps are the residuals of `jax.vjp`, without those that are operands of the chunk, which stay where they are.
-    The user's `jax.checkpoint` decides what they are.
+    What the forward pass keeps are the residuals of `jax.vjp` that the backward pass reads, without those that are operands of the chunk,
+    which stay where they are. The user's `jax.checkpoint` decides what they are.
 
     Args:
         chunk: the part of the loss.
@@ -43,8 +44,8 @@ class Passes:
         self._by = [place for place, slot in enumerate(self._inputs) if self._is_differentiated(slot, differentiated)]
         self._tree: Any = None
         self._sources: list[int | None] = []
-        self.forward = self._forward()
-        self.backward = self._backward()
+        self.forward, self.backward = _without_unread(self._forward(), self._backward())
+        self.kept = [aval for slot, aval in self.forward.avals.items() if slot.holds is Holds.KEPT]
 
     @cached_property
     def joint(self) -> TaskProgram:
@@ -75,25 +76,25 @@ class Passes:
             return [*results, *(value for value, source in zip(kept, self._sources, strict=True) if source is None)]
 
         jaxpr = jax.make_jaxpr(run)(*self._structs)
-        self.kept = jaxpr.out_avals[len(self._outputs) :]
-        return TaskProgram(Kind.FORWARD, jaxpr, tuple(self._inputs), (*self._outputs, *slots(Holds.KEPT, range(len(self.kept)))))
+        self._residuals = jaxpr.out_avals[len(self._outputs) :]
+        return TaskProgram(Kind.FORWARD, jaxpr, tuple(self._inputs), (*self._outputs, *slots(Holds.KEPT, range(len(self._residuals)))))
 
     def _backward(self) -> TaskProgram:
         """Returns the program that pulls cotangents back, and adds gradients to their sums."""
         sums = slots(Holds.SUM, self.weights)
         cotangents = [slot for slot in self._outputs if slot.holds is Holds.LEAVING and self._moves(self._chunk.leaving[slot.number])]
-        inputs = [*self._inputs, *sums, *slots(Holds.KEPT, range(len(self.kept))), *map(_of, cotangents)]
+        inputs = [*self._inputs, *sums, *slots(Holds.KEPT, range(len(self._residuals))), *map(_of, cotangents)]
         structs = [
             *self._structs,
             *(self.sum_of(leaf) for leaf in self.weights),
-            *map(struct_of, self.kept),
+            *map(struct_of, self._residuals),
             *(struct_of(self._chunk.leaving[slot.number].aval) for slot in cotangents),
         ]
 
         def run(*given: Any) -> list[Any]:
             operands, rest = given[: len(self._inputs)], given[len(self._inputs) :]
             totals, rest = rest[: len(sums)], rest[len(sums) :]
-            kept, back = iter(rest[: len(self.kept)]), rest[len(self.kept) :]
+            kept, back = iter(rest[: len(self._residuals)]), rest[len(self._residuals) :]
             leaves = [next(kept) if source is None else operands[source] for source in self._sources]
             gradients = jax.tree.unflatten(self._tree, leaves)(self._cotangents(back))
             found = dict(zip(self._by, gradients, strict=True))
@@ -128,3 +129,20 @@ class Passes:
 def _of(slot: Slot) -> Slot:
     """Returns the slot of a cotangent."""
     return Slot(Holds.OF_LEAVING if slot.holds is Holds.LEAVING else Holds.OF_ENTERING, slot.number)
+
+
+def _without_unread(forward: TaskProgram, backward: TaskProgram) -> tuple[TaskProgram, TaskProgram]:
+    """Returns both passes without the residuals that only dead equations of the backward pass read."""
+    stays = [slot.holds is not Holds.KEPT for slot in backward.inputs]
+    jaxpr, used = without_unread(backward.jaxpr, stays)
+    if all(used):
+        return forward, backward
+    inputs = tuple(slot for slot, is_used in zip(backward.inputs, used, strict=True) if is_used)
+    body = forward.jaxpr.jaxpr
+    left = [(slot, var) for slot, var in zip(forward.outputs, body.outvars, strict=True) if slot.holds is not Holds.KEPT or slot in inputs]
+    body = body.replace(outvars=[var for _, var in left], debug_info=body.debug_info._replace(result_paths=None))
+    shorter = jexc.ClosedJaxpr(body, forward.jaxpr.consts)
+    return (
+        TaskProgram(forward.kind, shorter, forward.inputs, tuple(slot for slot, _ in left)),
+        TaskProgram(backward.kind, jaxpr, inputs, backward.outputs),
+    )

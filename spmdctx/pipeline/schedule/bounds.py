@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
 from spmdctx.pipeline.schedule.tasks import Costs
 
@@ -95,6 +94,8 @@ def least_share(stage_of: Sequence[int], num_micro: int, *, splits_backward: boo
         row[: own[0]], row[own] = 1.0, num_micro
         rows.append(row)
     # The least L with `row . t <= L` for each row, and chunks of one second in all.
+    from scipy.optimize import linprog  # as late as possible: it takes long to import
+
     found = linprog(
         np.append(np.zeros(num_chunks), 1.0),
         A_ub=np.column_stack([rows, -np.ones(len(rows))]),

@@ -5,17 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spmdctx.pipeline.cut.reasons import CutReason, OtherPlace
 from spmdctx.pipeline.data import PipelineData
 from spmdctx.wording import bytes_text, mesh_text, place_text, seconds_text
+from spmdctx.wording.reports import Report
 
 MAX_SHOWN = 6
 _STAGE = re.compile(r"\s*stage[\s_]*(\d+)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class StageExplanation:
+class StageExplanation(Report):
     """The answer of `PipelinePlan.explain`; it prints itself.
 
     Attributes:
@@ -28,6 +30,11 @@ class StageExplanation:
     stages: tuple[int, ...]
     told: tuple[str, ...]
     plan: PipelineData
+
+    kind = "stage_explanation"
+
+    def _figures(self) -> dict[str, Any]:
+        return {"pattern": self.pattern, "stages": self.stages, "text": str(self).splitlines()}
 
     def __bool__(self) -> bool:
         return bool(self.stages or self.told)

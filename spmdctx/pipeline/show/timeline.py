@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from rich.text import Text
 
@@ -13,6 +14,7 @@ from spmdctx.pipeline.schedule.tasks import Kind, Task
 from spmdctx.plan.show.page import styled
 from spmdctx.plan.show.terminal import WIDTH, plain_text
 from spmdctx.wording import seconds_text
+from spmdctx.wording.reports import Report
 
 NAMES = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.INPUT: "input gradients", Kind.WEIGHT: "weight gradients"}
 _COLOURS = {Kind.FORWARD: "blue", Kind.BACKWARD: "yellow", Kind.INPUT: "green", Kind.WEIGHT: "magenta"}
@@ -22,7 +24,7 @@ _LEFT, _ACROSS, _RIGHT, _ROW, _GAP = 64, 840, 96, 26, 6
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(Report):
     """The tasks of a pipeline over time; it draws itself in a notebook, and prints itself in a terminal.
 
     Attributes:
@@ -30,6 +32,14 @@ class Timeline:
     """
 
     simulation: Simulation
+
+    kind = "timeline"
+
+    def _figures(self) -> dict[str, Any]:
+        own = self.simulation
+        spans = {task: own.spans[task] for tasks in own.schedule.stages for task in tasks}
+        rows = [{**task._asdict(), "start_s": span.start, "end_s": span.end} for task, span in spans.items()]
+        return {"schedule": own.schedule.name, "makespan_s": own.makespan_s, "idle": own.bubble, "tasks": rows}
 
     def svg(self) -> str:
         """Returns the picture alone, to be put into a page with the style of plans."""

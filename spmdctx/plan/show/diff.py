@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -15,13 +16,20 @@ from spmdctx.plan.diff import PlanDiffData, ops_text, verdict
 from spmdctx.plan.show.page import styled
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, seconds_text
+from spmdctx.wording.reports import Report
 
 ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 @dataclass(frozen=True, slots=True)
-class PlanDiff(PlanDiffData):
+class PlanDiff(PlanDiffData, Report):
     """The answer of `Plan.diff`; it prints itself, and draws itself in a notebook."""
+
+    kind = "diff"
+
+    def _figures(self) -> dict[str, Any]:
+        names = ("same", "settings", "costs", "tensors", "communication", "num_ops", "notes_added", "notes_removed")
+        return {name: getattr(self, name) for name in names}
 
     def __rich__(self) -> Group:
         return Group(*_text_sections(self))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from spmdctx.ir.mesh import axes_of
 from spmdctx.plan.data import PlanData, Reshard
 from spmdctx.plan.explain import ExplanationData, Instead, OpExplanation, TensorExplanation
 from spmdctx.plan.groups import by_cause
+from spmdctx.plan.show.plain import explanation_figures
 from spmdctx.wording import TIMES, bytes_text, counted, place_text, seconds_text, split_text, tensor_text
+from spmdctx.wording.reports import Report
 
 MAX_USES = 6
 MAX_ALTERNATIVES = 4
@@ -17,8 +20,13 @@ MAX_OPS = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Explanation(ExplanationData):
+class Explanation(ExplanationData, Report):
     """The answer of `Plan.explain`; it prints itself."""
+
+    kind = "explanation"
+
+    def _figures(self) -> dict[str, Any]:
+        return explanation_figures(self)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))

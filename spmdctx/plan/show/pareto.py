@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from rich import box
 from rich.console import Console, Group
@@ -18,16 +19,23 @@ from spmdctx.plan.data import AnyPlan
 from spmdctx.plan.pareto import ParetoData, ParetoPoint, Progress, Unmet
 from spmdctx.plan.show.charts import Mark, scatter_chart
 from spmdctx.plan.show.page import NUM_COLOURS, styled
+from spmdctx.plan.show.plain import pareto_figures
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
+from spmdctx.wording.reports import Report
 
 _WIDTH = 100
 _HEAD = ("devices", "mesh", "budget", "memory", "step", "device-seconds", "")
 
 
 @dataclass(frozen=True, slots=True)
-class Pareto(ParetoData[AnyPlan]):
+class Pareto(ParetoData[AnyPlan], Report):
     """The answer of `Plan.pareto`; it prints itself, and draws itself in a notebook."""
+
+    kind = "pareto"
+
+    def _figures(self) -> dict[str, Any]:
+        return pareto_figures(self)
 
     def __rich__(self) -> Group:
         return Group(_table(self), *[Text(f"note: {note}", style="dim") for note in self.notes])

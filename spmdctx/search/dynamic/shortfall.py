@@ -8,6 +8,7 @@ from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
+from spmdctx.ir.analysis.carried import carried_inputs
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.effort import ENOUGH_DEVICES, ENOUGH_PLAN
 from spmdctx.search.dynamic.least_bytes import least_bytes
@@ -40,6 +41,9 @@ _JUMPS = 2
 _NEAR = 0.005
 """Share of the budget by which it may be too large without another search."""
 
+_WORTH_A_WORD = 0.01
+"""Share of the fastest plan's peak that donated state must save."""
+
 _STAYS = 0.9
 """More devices are tried only if the least bytes alive, or the bounds on them, shrink by a tenth."""
 
@@ -61,8 +65,22 @@ def infeasible(
         where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
         need="" if options.is_brief else _need(step, request, topology, options, found, budgets),
-        fix="raise the budget or the number of devices, make the batch smaller, or recompute activations (jax.checkpoint)",
+        fix=f"{_donating(step, topology, found)}raise the budget or the number of devices, make the batch smaller, or recompute "
+        "activations (jax.checkpoint)",
     )
+
+
+def _donating(step: Step, topology: Topology, found: Shortfall) -> str:
+    """Returns the advice to donate the state that the step returns, with what it saves, or an empty string if that is nothing."""
+    carried = carried_inputs(step.graph) - step.donated
+    if not carried:
+        return ""
+    mesh, assignment = found.fastest.setup.mesh, found.fastest.assignment
+    donating = replace(step, donated=step.donated | carried)
+    now, then = (bill_of(one, assignment, mesh, topology).memory_bytes for one in (step, donating))
+    if then > now * (1 - _WORTH_A_WORD):
+        return ""
+    return f"donate the state that the step returns (donate_argnums: the fastest plan takes {bytes_text(then)}, now {bytes_text(now)}), "
 
 
 def _need(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets) -> str:

@@ -250,6 +250,14 @@ class PipelinedEntry(Entry):
         with auto_axes(), without_one_device(self.plan.num_devices):
             return LoweredPipeline({name: one.lower() for name, one in self.program.jitted.lowerable.items()})
 
+    def trace(self, leaves: Sequence[Any]) -> Any:
+        """Refuses: there is no one program.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(f"{self.captured.name} runs on a pipeline, so it is no one program to trace.", fix="lower has all of them")
+
     def audit(self, leaves: Sequence[Any]) -> Any:
         """Compiles all programs, and compares them and what the last call did with the plan."""
         program: PipelineProgram = self.program.jitted

@@ -3,34 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
-from spmdctx.ir.graph import Op, Role, item_bytes
+from spmdctx.ir.graph import Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
-from spmdctx.machine.reshard import reshard_time_s
-from spmdctx.machine.topology import as_asked
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.plan.data import PeakForm, PeakNote
 from spmdctx.rules import has_rule
 from spmdctx.search.setup.modes import batch_leaves, indivisible
 from spmdctx.search.setup.request import Request, Setup
-from spmdctx.step.planning.assemble import cost_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.scope.settings import Settings
-from spmdctx.wording import bytes_text, exact_bytes_text, seconds_text
+from spmdctx.wording import bytes_text, exact_bytes_text
 
 _MOST_LISTED = 4
-
-_WORTH_A_WORD = 0.01
 
 
 def no_buckets_note(program: Program, settings: Settings, mesh: LogicalMesh, buckets: Sequence[int | None]) -> str:
@@ -94,7 +88,6 @@ def plan_notes(
     notes += memory_notes(settings, bill.memory_bytes)
     if setup.mesh.num_devices > 1:
         notes += [] if captured.is_part else _batch_notes(program)
-        notes += _all_to_all_notes(program, setup, settings, bill)
         # What follows a pipeline's loss has no batch, by which its devices could share the work.
         if not captured.is_part or batch_leaves(program.graph):
             notes += _repeated_work(program, setup, assignment, bill)
@@ -164,25 +157,6 @@ def undivided_batch(program: Program, request: Request, mesh: LogicalMesh, assig
 def _is_undivided(shape: tuple[int, ...], num_devices: int, dataset: object) -> bool:
     """Returns whether a batch does not divide over the devices; nobody expects it of fewer rows than devices where nobody asked for it."""
     return bool(shape) and shape[0] % num_devices != 0 and (shape[0] > num_devices or dataset is not None)
-
-
-def _all_to_all_notes(program: Program, setup: Setup, settings: Settings, bill: Bill) -> list[str]:
-    """Says how much time all-to-all would save if the context forbids it and the saving is worth a note."""
-    machine = settings.topology
-    if machine.preferences.allows_all_to_all:
-        return []
-    allowed = as_asked(machine, replace(machine.preferences, allows_all_to_all=True))
-    saved_s = 0.0
-    for move in bill.moves:
-        if move.time_s:
-            known = program.graph.values[move.value]
-            ends = known.shape, item_bytes(known.dtype), move.source, move.target, setup.mesh
-            saved_s += move.time_s * (1 - reshard_time_s(*ends, allowed) / reshard_time_s(*ends, machine))
-    if saved_s < _WORTH_A_WORD * cost_of(bill).total_s:
-        return []
-    return [
-        f"enable_alltoall=True would save about {seconds_text(saved_s)} of a step: tensors are moved between dimensions by all-gathers."
-    ]
 
 
 def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import jax
 
-from spmdctx.context.state import AutoParallelContext
-from spmdctx.cost.bill import Bill
-from spmdctx.cost.bodies import Body, add_bodies
 from spmdctx.cost.evaluate import evaluate
-from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Assigned
-from spmdctx.cost.price.directives import Directives, asks_for_groups, directives_of, with_copies
-from spmdctx.cost.step import bill_of
+from spmdctx.cost.price.directives import Directives, asks_for_groups, with_copies
 from spmdctx.errors import ContextWarning
-from spmdctx.ir.collective import Collective
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.sharding import Assignment, AxisNames
+from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import PlannedGradient, Timing
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LazyRows
@@ -30,14 +24,15 @@ from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import lower_bound_s
 from spmdctx.search.dynamic.shortfall import over_budget
-from spmdctx.search.optimizer.refined_mesh import refined_axes
 from spmdctx.search.select import Shared, search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
 from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
+from spmdctx.step.planning.bills import priced, written_collectives
 from spmdctx.step.planning.log import log_plan, log_planning
 from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
+from spmdctx.step.planning.other_values import Decision, other_values
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -84,9 +79,8 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
             log_planning(captured, settings, len(step.graph.ops))
         with line(f"Planning {captured.name}") if is_main else nullcontext():
             setup, assignment, certificate = search(step, request, options)
-        bill, directives = _priced(
-            program, Assigned(step, assignment, setup.mesh, settings.topology), settings.context, _written(program, setup.parts)
-        )
+        assigned = Assigned(step, assignment, setup.mesh, settings.topology)
+        bill, directives = priced(program, assigned, settings.context, written_collectives(program, setup.parts))
         if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
         undivided = undivided_batch(program, request, setup.mesh, assignment)
@@ -99,6 +93,8 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         without = _without_buckets(program, settings, setup.mesh, assignment, directives)
         if without:
             notes = (*notes, without)
+        if shared is None and not is_rough:
+            notes = (*notes, *other_values(Decision(program, captured, settings, setup, assigned, bill, directives)))
         timing = Timing(trace_s=captured.trace_s, search_s=time.perf_counter() - start)
         plan = assembled(program, captured, settings, Decided(setup, assignment, bill), notes, timing)
         named = [PlannedGradient(one.path, bucket) for one, bucket in zip(gradients.ordered, gradients.buckets, strict=True)]
@@ -119,14 +115,14 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     request = request_of(program, captured, settings)
     parts = prepare(program.graph, request).parts if program.manual else {}
     assigned = Assigned(step_of(program, captured), plan.assignment, plan.logical_mesh, settings.topology)
-    bill, directives = _priced(program, assigned, settings.context, _written(program, parts))
+    bill, directives = priced(program, assigned, settings.context, written_collectives(program, parts))
     reshards = LazyRows(lambda: reshards_of(program.graph, bill.moves))
-    priced = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
-    priced = replace(priced, memory_profile=bill.memory_profile, early=bill.early)
-    priced = replace(priced, about=about_of(program, captured, settings))
+    here = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
+    here = replace(here, memory_profile=bill.memory_profile, early=bill.early)
+    here = replace(here, about=about_of(program, captured, settings))
     _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
-    return Planned(priced, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))
+    return Planned(here, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))
 
 
 def _joined(sentences: Sequence[str]) -> tuple[str, ...]:
@@ -143,24 +139,6 @@ def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, as
     if without:
         warnings.warn(without, ContextWarning, stacklevel=3)
     return without
-
-
-def _written(program: Program, parts: Mapping[str, AxisNames]) -> list[Collective]:
-    """Returns the collectives that the user wrote in the program, over axes of the plan's mesh."""
-    return [replace(row, axes=refined_axes(row.axes, parts)) for region in program.manual for row in region.collectives]
-
-
-def _priced(program: Program, assigned: Assigned, context: AutoParallelContext, written: Sequence[Collective]) -> tuple[Bill, Directives]:
-    """Returns the bill of an assignment, with the collectives `written` in the program, and the plan's directives."""
-    step, assignment, mesh, topology = assigned.step, assigned.assignment, assigned.mesh, assigned.topology
-    directives = directives_of(assigned, context, has_regions=bool(program.region_ops))
-    if written or directives.buckets or directives.loop_sums.totals:
-        bill = price(step, assignment, mesh, topology, directives, written)
-    else:
-        # A search may have asked for it already.
-        bill = bill_of(step, assignment, mesh, topology, directives)
-    add_bodies(bill, step.graph, _bodies(program), assignment, mesh, topology)
-    return bill, replace(directives, waits=bill.early)
 
 
 def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
@@ -180,12 +158,3 @@ def certify(plan: Plan, captured: Captured, settings: Settings) -> Plan:
         note = f"The lower bound holds for this plan, and for plans that use axes of the mesh only together: {'; '.join(joined)}."
         plan = replace(plan, notes=(*plan.notes, note))
     return certified(plan, Certificate(bound, counted))
-
-
-def _bodies(program: Program) -> list[Body]:
-    """Returns the bodies of the program's shard_maps."""
-    return [
-        Body(region.op, region.repeats, region.body.graph, region.body.scopes, region.body.from_literals)
-        for region in program.manual
-        if region.op >= 0
-    ]

@@ -16,9 +16,7 @@ import jax
 
 from spmdctx.errors import ContextError, FileError, UnsupportedError, message, shown
 from spmdctx.step.report.report import StepReport
-
-KINDS = "FILE.jsonl, tensorboard:FOLDER, wandb:PROJECT"
-"""What a target may be."""
+from spmdctx.wording.targets import TARGETS, metrics_target
 
 _WRITERS = ("tensorboardX", "torch.utils.tensorboard")
 """Modules with a SummaryWriter; the first that is installed is used."""
@@ -121,28 +119,15 @@ class _Wandb:
         self._run.finish()
 
 
-_PREFIXES: Mapping[str, Any] = {"tensorboard": _TensorBoard, "wandb": _Wandb}
+_SINKS: Mapping[str, Any] = {"lines": _Lines, "tensorboard": _TensorBoard, "wandb": _Wandb}
 
 
 def _kind_of(target: str | os.PathLike[str]) -> tuple[Any, str]:
     """Returns what writes to a target, and where."""
-    text = os.fspath(target)
-    prefix, colon, rest = text.partition(":")
-    if colon and rest and prefix in _PREFIXES:
-        return _PREFIXES[prefix], rest
-    if text.endswith((".jsonl", ".ndjson")):
-        return _Lines, text
-    raise ContextError("Metrics cannot go there.", got=shown(text), need=KINDS)
-
-
-def check_target(target: str) -> str:
-    """Returns a target of metrics if it is one.
-
-    Raises:
-        ContextError: it is none.
-    """
-    _kind_of(target)
-    return target
+    found = metrics_target(os.fspath(target))
+    if found is None:
+        raise ContextError("Metrics cannot go there.", got=shown(os.fspath(target)), need=TARGETS)
+    return _SINKS[found.kind], found.where
 
 
 def _installed(what: str, extra: str, *modules: str) -> Any:

@@ -21,12 +21,12 @@ from spmdctx.step.report.calls import Calls, drain
 from spmdctx.step.report.rows import Named, ProfileRow, RowKind, joined, planned_rows
 from spmdctx.step.report.trace import read_events, spent, traces_in
 from spmdctx.wording import counted, seconds_text
+from spmdctx.wording.reports import Report
 
-SCHEMA = 1
 _MOST_ROWS = 24
 
 
-class Profile:
+class Profile(Report):
     """Where the devices' time of a step went: a context that traces the calls inside, and afterwards their report.
 
     Attributes:
@@ -39,6 +39,8 @@ class Profile:
         planned_s: the plan's step.
         notes: what the trace could not say.
     """
+
+    kind = "profile"
 
     def __init__(self, folder: str | os.PathLike[str], calls: Callable[[], Calls | None]) -> None:
         self.folder = Path(folder)
@@ -94,11 +96,10 @@ class Profile:
         self.rows = joined(measured, named, planned, names, runs)
         self.busy_s = sum(one.own_s for one in measured.values()) / runs
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, in seconds, with the number of this form (`schema`)."""
-        rows = [{**asdict(row), "kind": row.kind.value, "ratio": row.ratio} for row in self.rows]
+    def _figures(self) -> dict[str, Any]:
+        rows = [{**asdict(row), "ratio": row.ratio} for row in self.rows]
         own = {name: getattr(self, name) for name in ("name", "num_calls", "num_devices", "busy_s", "planned_s")}
-        return {"schema": SCHEMA, **own, "rows": rows, "notes": list(self.notes), "folder": str(self.folder)}
+        return {**own, "rows": rows, "notes": self.notes, "folder": str(self.folder)}
 
     def __str__(self) -> str:
         return plain_text(self.__rich__())

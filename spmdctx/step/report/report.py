@@ -20,12 +20,11 @@ from spmdctx.server.plan import ServedPlan
 from spmdctx.step.planning.about import flops_of_products, flops_of_region
 from spmdctx.step.report.calls import Calls
 from spmdctx.wording import bytes_text, counted, rate_text, seconds_text
-
-SCHEMA = 1
+from spmdctx.wording.reports import Report
 
 
 @dataclass(frozen=True)
-class StepReport:
+class StepReport(Report):
     """What calls of a step took, beside the plan. Figures that nothing measured are None.
 
     Attributes:
@@ -74,9 +73,10 @@ class StepReport:
         """The planned peak over the one in use."""
         return None if not self.peak_bytes else self.planned_peak_bytes / self.peak_bytes
 
-    def to_dict(self) -> dict[str, Any]:
-        """Returns the figures as plain data, in seconds and bytes, with the number of this form (`schema`)."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self), "step_ratio": self.step_ratio, "peak_ratio": self.peak_ratio}
+    kind = "step_report"
+
+    def _figures(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "step_ratio": self.step_ratio, "peak_ratio": self.peak_ratio}
 
     def __str__(self) -> str:
         return plain_text(self.__rich__())

@@ -166,6 +166,12 @@ class ServedEntry(Entry):
             lowered: jax.stages.Lowered = self.program.jitted.lower(*map(struct_of, self.part.jaxpr.in_avals))
         return lowered
 
+    def trace(self, leaves: Sequence[Any]) -> jax.stages.Traced:
+        """Traces the program of one part."""
+        del leaves
+        with auto_axes(), without_one_device(self.plan.logical_mesh.num_devices):
+            return self.program.jitted.trace(*map(struct_of, self.part.jaxpr.in_avals))
+
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Does a step from these leaves with all servers in this process, and returns its flat results.
 

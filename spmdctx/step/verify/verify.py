@@ -25,6 +25,7 @@ from spmdctx.trace.capture.capture import Captured, OutputLeaf
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 from spmdctx.wording import counted
+from spmdctx.wording.reports import Report
 
 _FIRST_SAMPLES, _MOST_SAMPLES = 6, 24
 _AMPLITUDES = (1.0, 2.0)
@@ -96,13 +97,22 @@ _DECIDED_BY_ROUNDING = 1e-2
 """Noise above which a report says that rounding decides values."""
 
 
-class VerifyReport(NamedTuple):
-    """The result of `step.verify`; `explanations` say why a step that runs as asked has other results than on one device."""
-
+class _Verified(NamedTuple):
     rows: tuple[VerifyRow, ...]
     num_devices: int
     reference: str = "on one"
     explanations: tuple[str, ...] = ()
+
+
+class VerifyReport(_Verified, Report):
+    """The result of `step.verify`; `explanations` say why a step that runs as asked has other results than on one device."""
+
+    __slots__ = ()
+
+    kind = "verify"
+
+    def _figures(self) -> dict[str, Any]:
+        return {"ok": self.ok, **self._asdict(), "rows": [{**row._asdict(), "ok": row.ok} for row in self.rows]}
 
     @property
     def ok(self) -> bool:

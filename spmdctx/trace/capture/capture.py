@@ -27,7 +27,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames
+from spmdctx.trace.capture.partitioning import PartitionNames, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -189,7 +189,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        (*notes, *filter(None, [traced.note, left_out.note(num_devices)])),
+        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *notes_on_rules()])),
         mesh_axes,
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,

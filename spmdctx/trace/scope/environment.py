@@ -13,6 +13,7 @@ from spmdctx.errors import ContextError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.devices import backend_of, default_topology
 from spmdctx.machine.topology import Preferences, as_asked
+from spmdctx.trace.scope.rules import mesh_for_rules
 from spmdctx.trace.scope.settings import Settings, StepOptions
 
 _GPUS = ("h100", "h200", "a100")
@@ -77,7 +78,8 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
     if chosen is None:
         chosen, guess = default_topology(devices[0])
         notes = (*notes, *guess)
-    mesh = options.mesh if count > 1 else None
+    given = options.mesh if count == 1 or not options.rules else mesh_for_rules(options.rules, options.mesh, count)
+    mesh = given if count > 1 else None
     settings = Settings(
         context=context,
         num_devices=count,
@@ -87,8 +89,9 @@ def environment(options: StepOptions, context: AutoParallelContext) -> Environme
         max_mesh_axes=options.max_mesh_axes,
         strict=options.strict,
         layerwise_parallel=options.layerwise_parallel,
+        rules=options.rules,
     )
-    return Environment(settings, devices, notes, options.mesh, _not_parallel(options, context, len(devices), count))
+    return Environment(settings, devices, notes, given, _not_parallel(options, context, len(devices), count))
 
 
 def _not_parallel(options: StepOptions, context: AutoParallelContext, available: int, count: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from spmdctx._compat import is_tracing
 from spmdctx.errors import ContextError
 from spmdctx.ir.layout import Layout
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.trace.capture.partitioning import reading_rules
 from spmdctx.trace.capture.portable.placements import is_one_device
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.specs import make_mesh
@@ -30,15 +31,22 @@ def traced_for(environment: Environment) -> Iterator[None]:
     """
     token = _environment.set(environment)
     mesh = environment.given_mesh
+    axes = mesh.names if mesh is not None else jax.sharding.get_abstract_mesh().axis_names
     try:
-        if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        with reading_rules(environment.settings.rules, axes), _with_mesh(mesh, environment):
             yield
-        else:
-            # The kind of the devices of get_mesh(), which shard_map compares.
-            with jax.sharding.use_abstract_mesh(_jax_mesh(mesh, environment.devices).abstract_mesh):
-                yield
     finally:
         _environment.reset(token)
+
+
+@contextmanager
+def _with_mesh(mesh: LogicalMesh | None, environment: Environment) -> Iterator[None]:
+    if mesh is None or not jax.sharding.get_abstract_mesh().empty:
+        yield
+        return
+    # The kind of the devices of get_mesh(), which shard_map compares.
+    with jax.sharding.use_abstract_mesh(_jax_mesh(mesh, environment.devices).abstract_mesh):
+        yield
 
 
 def get_mesh() -> Mesh | AbstractMesh:

@@ -10,13 +10,15 @@ from spmdctx.context.layers import AutoParallelContext
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.trace.capture.arguments import Names, Positions
+from spmdctx.trace.capture.partitioning import AxisRules
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything but the step that a plan depends on.
 
-    `memory_bytes` is the budget per device, None for no budget; `max_mesh_axes` limits the meshes that a search tries.
+    `memory_bytes` is the budget per device, None for no budget; `max_mesh_axes` limits the meshes that a search tries. `rules` are logical
+    axis rules in order.
     """
 
     context: AutoParallelContext
@@ -27,6 +29,7 @@ class Settings:
     strict: bool = False
     layerwise_parallel: tuple[str, ...] = ()
     max_mesh_axes: int | None = None
+    rules: AxisRules = ()
 
 
 @dataclass(frozen=True)
@@ -41,5 +44,6 @@ class StepOptions:
     max_mesh_axes: int | None = None
     strict: bool = False
     layerwise_parallel: tuple[str, ...] = ()
+    rules: AxisRules = ()
     arguments: Mapping[str, Positions | Names] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -40,11 +40,10 @@ def products_of(program, waits):
     return sorted(index for index in waits if program.graph.ops[index].primitive == "dot_general")
 
 
-@pytest.mark.parametrize(("is_split", "each"), [(True, 2), (False, 3)])
-def test_products_that_make_gradients_wait_for_the_end_of_their_region(is_split, each):
+def test_products_that_make_gradients_wait_for_the_end_of_their_region():
     program = program_of(loss)
-    waits = waits_in_regions(program.graph, program.scopes, is_split=is_split)
-    assert len(products_of(program, waits)) == 3 * each
+    waits = waits_in_regions(program.graph, program.scopes)
+    assert len(products_of(program, waits)) == 3 * 2
     for index, last in waits.items():
         assert program.scopes[index] == program.scopes[last] > 0
         assert last == max(other for other, scope in enumerate(program.scopes) if scope == program.scopes[index])
@@ -52,7 +51,7 @@ def test_products_that_make_gradients_wait_for_the_end_of_their_region(is_split,
 
 def test_what_only_they_read_waits_too_and_its_operands_live_until_then():
     program = program_of(loss)
-    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes, is_split=True)
+    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes)
     for index in waits:
         if graph.ops[index].primitive != "dot_general":
             readers = [reader.id for value in graph.ops[index].results for reader in graph.readers[value]]
@@ -69,21 +68,28 @@ def test_what_only_they_read_waits_too_and_its_operands_live_until_then():
 
 def test_nothing_waits_without_regions():
     program = program_of(lambda params, x: loss(params, x, remat=False))
-    assert waits_in_regions(program.graph, program.scopes, is_split=True) == {}
+    assert waits_in_regions(program.graph, program.scopes) == {}
 
 
-@pytest.mark.parametrize("is_split", [True, False])
-def test_all_gradients_of_a_loop_wait_for_the_end_of_its_iteration(is_split):
+def test_all_gradients_of_a_loop_wait_for_the_end_of_its_iteration():
     program = program_of(scanned)
-    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes, is_split=is_split)
+    graph, waits = program.graph, waits_in_regions(program.graph, program.scopes)
     assert len(products_of(program, waits)) == 3
-    memory = step_memory(graph, program.scopes, is_split=is_split, delays_gradients=True, fuses_into_products=False)
+    memory = step_memory(graph, program.scopes, delays_gradients=True, fuses_into_products=False)
     for index in products_of(program, waits):
         assert memory.runs[index] == waits[index] <= memory.iteration_ends[index]
         # What they read is there until then.
         kept = {life.value: life.end for life in memory.lives if life.value in graph.ops[index].operands}
         assert kept
         assert all(end >= waits[index] - 1 for end in kept.values())
+
+
+@pytest.mark.parametrize("fn", [loss, scanned])
+def test_on_one_device_no_gradient_waits(fn):
+    """Its compiler runs first what frees memory."""
+    program = program_of(fn)
+    one, other = (step_memory(program.graph, program.scopes, is_split=False, delays_gradients=delays) for delays in (True, False))
+    assert one.runs == other.runs
 
 
 def test_gpu_alone_delays_gradients():

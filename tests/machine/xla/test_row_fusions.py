@@ -44,7 +44,17 @@ def most_alive(fn, *, fuses_rows):
     return max(sum(life.start <= at <= life.end for life in own) for at in range(len(graph.ops)))
 
 
-@pytest.mark.parametrize("fn", [softmax, centred, normalized, lambda x: softmax(jnp.where(x > 0, x, -1e9)), lambda x: centred(jnp.tanh(x))])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        softmax,
+        centred,
+        normalized,
+        lambda x: softmax(jnp.where(x > 0, x, -1e9)),
+        lambda x: centred(jnp.tanh(x)),
+        lambda x: x - jnp.exp(x).mean(-1, keepdims=True),
+    ],
+)
 def test_what_is_read_with_its_rows_is_not_written_over(fn):
     assert most_alive(between(fn), fuses_rows=True) == 2
     assert most_alive(between(fn), fuses_rows=False) == 1
@@ -54,6 +64,23 @@ def test_what_is_read_with_its_rows_is_not_written_over(fn):
 def test_other_elementwise_ops_write_in_place(fn):
     graph, memory = found_in(between(fn))
     assert read_with_their_rows(graph, memory.materialized) == {}
+    assert most_alive(between(fn), fuses_rows=True) == most_alive(between(fn), fuses_rows=False)
+
+
+def test_a_row_that_is_multiplied_before_it_is_reduced_makes_two_kernels():
+    """The second one writes over what it reads, as in the gradient of a softmax that is kept."""
+
+    def gradient(x, w):
+        product, kept = x @ w, x @ jnp.sin(w)
+        return (product - (product * kept).sum(-1, keepdims=True)) @ w[:, :2]
+
+    assert most_alive(gradient, fuses_rows=True) == most_alive(gradient, fuses_rows=False)
+
+
+def test_so_does_a_row_whose_two_reductions_are_added():
+    def fn(x):
+        return x - jax.nn.logsumexp(x, -1, keepdims=True)
+
     assert most_alive(between(fn), fuses_rows=True) == most_alive(between(fn), fuses_rows=False)
 
 

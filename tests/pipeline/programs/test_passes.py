@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from spmdctx.pipeline.cut.line import needed, variables
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.split import split_backward
@@ -128,3 +129,40 @@ def test_no_cotangent_is_sent_for_what_has_no_tangent(still, num_chunks):
     assert float(value) == pytest.approx(float(want), abs=1e-12)
     for one, other in zip(gradient, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-12)
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_chunk_keeps_nothing_that_its_backward_pass_does_not_read(stacked, remat):
+    params, batch = losses.decoder(jax.random.key(0), 4, stacked=stacked), losses.batch(jax.random.key(1), 4)
+    for own in passes_of(partial(losses.loss, remat=remat), params, batch, 2)[2]:
+        kept = [slot for slot in own.forward.outputs if slot.holds is Holds.KEPT]
+        assert kept == [slot for slot in own.backward.inputs if slot.holds is Holds.KEPT]
+        body = own.backward.jaxpr.jaxpr
+        read = {var for eqn in needed(body.eqns, variables(body.outvars)) for var in variables(eqn.invars)}
+        assert {var for slot, var in zip(own.backward.inputs, body.invars, strict=True) if slot.holds is Holds.KEPT} <= read
+
+
+def test_residuals_of_dead_equations_are_not_kept():
+    """The power's exponent is constant, so that nothing reads what its derivative would need."""
+
+    @jax.custom_vjp
+    def twice(x):
+        return 2.0 * x
+
+    twice.defvjp(lambda x: (2.0 * x, (jnp.sin(x), jnp.cos(x))), lambda kept, g: (2.0 * g + 0.0 * jnp.zeros_like(kept[0]),))
+
+    def fn(params, batch):
+        x = batch
+        for own in params:
+            x = twice(x @ own)
+        return jnp.mean(x * x)
+
+    params, batch = [jnp.eye(8) * 0.5 + 0.1] * 4, jnp.ones((4, 8))
+    value, gradient = gradient_of(fn, params, batch, 2, split=False)
+    want, wanted = jax.value_and_grad(fn)(params, batch)
+    assert float(value) == pytest.approx(float(want))
+    for one, other in zip(gradient, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    # A product's own operand alone is left, and the weights are there.
+    assert [len(own.kept) for own in passes_of(fn, params, batch, 2)[2]] == [1, 2]

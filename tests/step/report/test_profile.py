@@ -110,7 +110,7 @@ def test_the_report_reads_as_a_table_and_as_plain_data(seen):
     assert text.startswith("train, 3 calls traced: a device is busy for ")
     assert "planned / measured" in text
     data = json.loads(json.dumps(profile.to_dict()))
-    assert data["schema"] == 1
+    assert data["schema"] == "spmdctx.profile/1"
     assert sum(row["measured_s"] for row in data["rows"]) == pytest.approx(data["busy_s"])
 
 

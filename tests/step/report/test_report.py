@@ -153,7 +153,7 @@ def test_a_pipeline_reports_its_own_plan():
 def test_a_report_is_plain_data_and_a_table():
     found = ran(3).report()
     data = json.loads(json.dumps(found.to_dict()))
-    assert data["schema"] == 1
+    assert data["schema"] == "spmdctx.step_report/1"
     assert data["step_s"] == found.step_s
     assert "planned / measured" in str(found)
     assert "not measured" in str(found)

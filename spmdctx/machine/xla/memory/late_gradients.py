@@ -29,16 +29,15 @@ LATE_ON = frozenset({"gpu"})
 """The backends that do so."""
 
 
-def waits_in_regions(graph: Graph, scopes: Sequence[int], *, is_split: bool) -> dict[int, int]:
+def waits_in_regions(graph: Graph, scopes: Sequence[int]) -> dict[int, int]:
     """Returns for the ops of recomputed regions, and of loops, that run at the end of their region or iteration its last op.
 
-    These are products that only make gradients, and what other ops make for such products alone. Of the products of a step that is
-    split, the half made last is left out outside of loops: it may run later.
+    These are products that only make gradients, and what other ops make for such products alone. Of the products, the half made last is
+    left out outside of loops: it may run later.
 
     Args:
-        graph: the step.
+        graph: the step, which runs on more than one device.
         scopes: per op the computation that it belongs to (`Program.scopes`).
-        is_split: whether the step runs on more than one device.
     """
     scope_of, terminal = np.array(scopes, dtype=np.int64), overlap_candidates(graph).terminal
     outside, loops = {_TOP}, set(scope_of[executions(graph) > 1].tolist())
@@ -49,7 +48,7 @@ def waits_in_regions(graph: Graph, scopes: Sequence[int], *, is_split: bool) -> 
     found: dict[int, int] = {}
     for scope, own in products.items():
         half = -(-len(own) // 2)
-        found.update(dict.fromkeys(own[:half] if is_split and scope not in loops else own, int(np.flatnonzero(scope_of == scope)[-1])))
+        found.update(dict.fromkeys(own[:half] if scope not in loops else own, int(np.flatnonzero(scope_of == scope)[-1])))
     for op in reversed(graph.ops) if found else ():
         if scopes[op.id] in products and op.primitive not in HEAVY:
             readers = [reader.id for value in op.results for reader in graph.readers[value]]

@@ -18,8 +18,8 @@ from spmdctx.search.solver.limited.forest import descend_forests
 from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
 from spmdctx.search.solver.limited.lagrange import Prices, priced
 from spmdctx.search.solver.limited.polish import Polish
-from spmdctx.search.solver.limited.program import ROOT_WORK, integer_optimum, lowest_peak, num_variables
 from spmdctx.search.solver.limited.selection import Amounts, Selection
+from spmdctx.search.solver.limited.size import ROOT_WORK, num_variables
 from spmdctx.search.solver.problem.graph import CostGraph, is_whole
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.problem import Infeasible, Known
@@ -228,6 +228,8 @@ class Constrained:
         elif self._is_exhausted(core, known):
             self.bound = min(known, np.inf if self.best is None else self.best.cost)
         elif self._is_closable(core) and not self.search.expired():
+            from spmdctx.search.solver.limited.program import integer_optimum  # SciPy takes long to import
+
             found_states, bound = integer_optimum(core, Amounts(core, self.rows), self.active, known, self.search.left())
             for states in found_states:
                 self._offer(core.complete(states))
@@ -343,7 +345,11 @@ class Constrained:
             return infeasible(self.rows, least, least)
         if self.search.expired():
             return infeasible(self.rows, least, np.full(len(least), np.inf))
-        found = lowest_peak(self.graph, self.amounts) if self._is_closable(self.graph) else None
+        found = None
+        if self._is_closable(self.graph):
+            from spmdctx.search.solver.limited.program import lowest_peak  # SciPy takes long to import
+
+            found = lowest_peak(self.graph, self.amounts)
         if found is None:
             found = smallest(self.graph, self.amounts, self.search)
         if found is None:

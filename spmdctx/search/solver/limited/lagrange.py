@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linprog
 
 from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.solver.limited.selection import Amounts
@@ -103,6 +102,8 @@ class Prices:
         low = float(costs.min())
         scale = max(float(costs.max()) - low, abs(low), 1e-300)
         upper = 1e4
+        from scipy.optimize import linprog  # as late as possible: it takes long to import
+
         rows = np.hstack([np.ones((len(costs), 1)), -slopes])
         bounds = [(None, None), *[(0.0, upper)] * len(self.active)]
         answer = linprog(np.array([-1.0, *[0.0] * len(self.active)]), A_ub=rows, b_ub=(costs - low) / scale, bounds=bounds, method="highs")

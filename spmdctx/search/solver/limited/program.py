@@ -15,15 +15,15 @@ from scipy.sparse import csr_array, hstack
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.search.solver.limited.closing import fixed_usage
 from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.limited.size import ROOT_WORK
 from spmdctx.search.solver.problem.graph import CostGraph
 
 NODE_LIMIT = 10_000
 PRECISION = 1e-6
 """The distance from its bound at which HiGHS calls a choice optimal, in units of the scaled objective."""
 SCALE = 1e4
-ROOT_WORK = 150_000
 NODE_WORK = 40_000
-"""Additions that take as long as the relaxation, and as one node of the tree, for each variable."""
+"""Additions that take as long as one node of the tree, for each variable."""
 ROW_ROUNDS = 8
 ROWS_AT_ONCE = 100
 """The number of rows that cost HiGHS less than another round does."""
@@ -37,12 +37,6 @@ class Program(NamedTuple):
     sums: FloatArray
     starts: dict[int, int]
     num_states: int
-
-
-def num_variables(graph: CostGraph) -> int:
-    """Returns the number of variables of a graph's program."""
-    pairs = sum(graph.size(node) * graph.size(other) for node in graph.nodes() for other in graph.links[node] if node < other)
-    return pairs + sum(graph.size(node) for node in graph.nodes())
 
 
 def program(graph: CostGraph, most: float = np.inf) -> Program:

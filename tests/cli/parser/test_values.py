@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from spmdctx.cli.values import natural, positive, positive_number
+from spmdctx.cli.parser.values import natural, positive, positive_number
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])

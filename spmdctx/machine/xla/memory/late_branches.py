@@ -1,0 +1,53 @@
+"""XLA on GPU runs the shorter one of two branches as late as its result allows: what its product reads stays in memory until then.
+
+What XLA does: in a program for several devices its latency-hiding scheduler orders every computation from the end backwards, those without
+    collectives too, and does not look at memory. Of the products that read one value, those whose results meet again later, the one on
+    the shorter branch runs right before its result is read. In the backward pass of attention this is the product that makes the values'
+    cotangent: it runs after the scores' cotangent is made, and keeps the softmax until then. A program for one device is ordered so that
+    what frees memory runs first.
+Seen in: CUDA plugin 0.10.2 for H100: stages of recomputed decoders, 192 features and 1,024 tokens, need four values of the size of the
+    scores on two devices, and three on one (benchmarks/RESULTS.md).
+Switch: none: a property of compilers that follows from other switches
+Priced by: machine.xla.schedule, for cost.memory.lives
+Written or prevented by: nothing
+Checked by: tests/machine/xla/test_late_branches.py
+"""
+
+from __future__ import annotations
+
+from spmdctx.ir.analysis.kinds import op_kinds, ops_of
+from spmdctx.ir.graph import LITERAL, Graph
+from spmdctx.ir.primitives import HEAVY
+from spmdctx.machine.xla.fusion import CHAINED
+from spmdctx.machine.xla.overlap import overlap_candidates
+
+
+def late_branches(graph: Graph) -> dict[int, int]:
+    """Returns when products run that read a value which another product on the way to more products reads, too, if that is later.
+
+    Args:
+        graph: the step, which runs on more than one device.
+    """
+    terminal = overlap_candidates(graph).terminal
+    needed = [op for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))]
+    count: dict[int, int] = {}
+    for op in needed:
+        for value in {value for value in op.operands if value != LITERAL}:
+            count[value] = count.get(value, 0) + 1
+    shared = [op for op in needed if any(count.get(value, 0) > 1 for value in op.operands)]
+    if not shared:
+        return {}
+    read = _first_reads(graph)
+    when = {op.id: min((read[value] for value in op.results), default=op.id) for op in shared}
+    return {op: time for op, time in when.items() if op < time < len(graph.ops)}
+
+
+def _first_reads(graph: Graph) -> list[int]:
+    """Returns for each value when the first op that is no chain reads it, or what chains make of it."""
+    chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
+    first = [len(graph.ops)] * (len(graph.values) + 1)
+    for op in reversed(graph.ops):
+        time = min((first[value] for value in op.results), default=op.id) if chained[op.id] else op.id
+        for value in op.operands:
+            first[value] = min(first[value], time)
+    return first

@@ -1,0 +1,1 @@
+"""Writes a plan in forms that other programs read."""

@@ -1,0 +1,1 @@
+"""Writes a planned step's program as a Python module that needs JAX alone."""

@@ -1,0 +1,136 @@
+"""Exports a planned step as a Python module, and checks that the module writes the program that the step itself runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from spmdctx.errors import UnsupportedError
+from spmdctx.lowering.compile import jaxpr_to_compile
+from spmdctx.plan.plan import Plan
+from spmdctx.step.entry import Entry
+from spmdctx.step.export.align import align, tagged
+from spmdctx.step.export.checked import difference
+from spmdctx.step.export.form import Form, form_of
+from spmdctx.step.export.listing import Listing
+from spmdctx.step.export.module import Tables, module_text
+from spmdctx.step.export.runtime import Numbered, digest, type_text
+from spmdctx.trace.capture.arguments import Static
+from spmdctx.trace.capture.target import Target
+
+
+def exportable(entry: Entry, target: Target, static: Static) -> Plan:
+    """Returns the plan of an entry, which can export itself; those of pipelines and servers cannot."""
+    if type(entry) is Entry and entry.plan.exporter is None:
+        entry.planned = replace(entry.planned, plan=replace(entry.plan, exporter=Exporter(entry, target, static)))
+    return entry.plan
+
+
+@dataclass(frozen=True)
+class Exporter:
+    """Exports the plan of one entry of a step."""
+
+    entry: Entry
+    target: Target
+    static: Static
+
+    def __call__(self) -> str:
+        """Returns the source of the module, which was run to see that it writes the step's own program.
+
+        Raises:
+            UnsupportedError: something that a module without spmdctx cannot say, by name.
+        """
+        entry, planned = self.entry, self.entry.planned
+        _check_supported(entry)
+        form = form_of(entry, self.target, self.static)
+        own, tree = form.traced()
+        captured = tagged(planned.program.jaxpr)
+        align(captured, own, form.inputs)
+        devices = entry.environment.devices[: planned.mesh.num_devices]
+        marked, lowered = (
+            jaxpr_to_compile(replace(planned.program, jaxpr=jaxpr), planned.assignment, planned.mesh, devices, planned.directives)
+            for jaxpr in (captured, planned.program.jaxpr)
+        )
+        listing, results = Listing(), form.results(own)
+        listing.program(marked, own, form.inputs, results)
+        text = module_text(self._tables(form, own, tree, listing))
+        _check(text, own, lowered, form, results, entry)
+        return text
+
+    def _tables(self, form: Form, own: Any, tree: Any, listing: Listing) -> Tables:
+        entry, program = self.entry, self.entry.program
+        paths = _input_paths(form)
+        place = {number: index for index, number in enumerate(form.inputs)}
+        inputs = [
+            (path, type_text(aval), program.in_shardings[place[number]].spec)
+            for number, (path, aval) in enumerate(zip(paths, own.in_avals, strict=True))
+        ]
+        outputs = []
+        marks = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+        for (keys, _), aval, source in zip(marks, own.out_avals, form.results(own), strict=True):
+            spec = inputs[int(source.partition(".")[2])][2] if isinstance(source, str) else program.out_shardings[source].spec
+            outputs.append(("/".join(["out", *[jax.tree_util.keystr((key,), simple=True) for key in keys]]), type_text(aval), spec))
+        donated = [paths[number] for number, leaf in zip(form.inputs, entry.captured.inputs, strict=True) if leaf.donated]
+        return Tables(
+            name=entry.captured.name,
+            axes=entry.plan.mesh,
+            traced_on=dict(form.axes),
+            arguments=form.names,
+            objects=form.objects,
+            static=form.static,
+            inputs=inputs,
+            outputs=outputs,
+            donated=donated,
+            compiler_options=entry.compiler_options,
+            digest=digest(Numbered(own.jaxpr)),
+            bodies=listing.tables,
+        )
+
+
+def _input_paths(form: Form) -> list[str]:
+    found = []
+    for keys, _ in jax.tree_util.tree_flatten_with_path(form.call)[0]:
+        positional, argument, *inner = keys
+        text = [jax.tree_util.keystr((key,), simple=True) for key in inner]
+        first = form.names[argument.idx] if positional.idx == 0 else jax.tree_util.keystr((argument,), simple=True)
+        found.append("/".join([first, *text]))
+    return found
+
+
+def _check_supported(entry: Entry) -> None:
+    captured = entry.captured
+    if captured.is_rewritten:
+        raise UnsupportedError(
+            'export("jax") cannot write gradient options: micro-batches, and losses that each device computes by itself.',
+            where=captured.name,
+            got="spmdctx.value_and_grad or spmdctx.grad in the step, with options that act on it",
+            fix="export a step that uses jax.value_and_grad, whose loss is that of the whole batch",
+        )
+
+
+def _check(text: str, own: Any, lowered: Any, form: Form, results: Sequence[Any], entry: Entry) -> None:
+    """Runs the module's own code on the step's trace, and compares what it writes with the program that the step runs.
+
+    Raises:
+        UnsupportedError: the two differ.
+    """
+    module: dict[str, Any] = {"__name__": "exported"}
+    exec(compile(text, "<export>", "exec"), module)
+    devices = entry.environment.devices
+    made = module["rewritten"](own, module["mesh"](devices)).jaxpr
+    found = difference(_in_order(lowered.jaxpr, form, results, made), made)
+    if found:
+        raise UnsupportedError(
+            'export("jax") cannot write this step: its module would not run the same program.', where=entry.captured.name, got=found
+        )
+
+
+def _in_order(jaxpr: Any, form: Form, results: Sequence[Any], made: Any) -> Any:
+    """Returns the lowered program with inputs and results in the order of the module's."""
+    place = {number: index for index, number in enumerate(form.inputs)}
+    invars = [jaxpr.invars[place[number]] for number in range(len(made.invars))]
+    outvars = [invars[int(one.partition(".")[2])] if isinstance(one, str) else jaxpr.outvars[one] for one in results]
+    return jaxpr.replace(invars=invars, outvars=outvars)

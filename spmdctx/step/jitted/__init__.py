@@ -1,0 +1,1 @@
+"""The methods that a step shares with the functions of `jax.jit`."""
