@@ -74,7 +74,7 @@ def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.Capt
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
     assert [row["loss"] for row in rows[:3]] == data["losses"]
     assert rows[3]["report/planned_step_s"] == data["report"]["planned_step_s"]
-    assert data["plan"]["summary"].endswith(("devices", "8"))
+    assert "over 2 devices" in data["plan"]["summary"]
     assert data["audit"]["ok"]
     assert data["verify"]["ok"]
     mesh = data["plan"]["mesh"]
