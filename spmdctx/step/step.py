@@ -191,8 +191,7 @@ class ParallelStep(JitMethods, Generic[P, R]):
     def profile(self, folder: str | os.PathLike[str]) -> Profile:
         """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
 
-        Raises:
-            PlanError: at the end of the context, the step was not called inside.
+        At its end it raises a PlanError if the step was not called inside.
         """
         return Profile(folder, lambda: self._calls)
 

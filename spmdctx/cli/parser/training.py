@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 
 from spmdctx.cli.parser.program import add_program_arguments
-from spmdctx.cli.parser.values import positive
+from spmdctx.cli.parser.values import positive, target
+from spmdctx.wording.targets import TARGETS
 
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +23,14 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="N",
         help="save every N steps, and go on from the last one where this command was stopped before (default: at the end only)",
+    )
+    training.add_argument(
+        "--metrics",
+        action="append",
+        default=[],
+        type=target,
+        metavar="WHERE",
+        help=f"write loss and seconds of each step, and the report; may be given several times: {TARGETS} (default: nowhere)",
     )
     training.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where state and plan go (default: %(default)s)")
 

@@ -18,7 +18,7 @@ from spmdctx.errors import PlanError
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.step.report.calls import Calls, drain
-from spmdctx.step.report.rows import Named, ProfileRow, joined, planned_rows
+from spmdctx.step.report.rows import Named, ProfileRow, RowKind, joined, planned_rows
 from spmdctx.step.report.trace import read_events, spent, traces_in
 from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.reports import Report
@@ -78,8 +78,10 @@ class Profile(Report):
         self.name = entry.captured.name
         events = [event for path in sorted(traces_in(self.folder) - self._traces) for event in read_events(path)]
         self.num_devices = len({event.device for event in events})
+        planned: dict[tuple[RowKind, str], float] = {}
+        names: dict[tuple[RowKind, str], str] = {}
         if type(entry.plan) is not Plan:
-            named, planned, names = Named(read_module(""), "", entry.plan.logical_mesh), {}, {}
+            named = Named(read_module(""), "", entry.plan.logical_mesh)
             self.planned_s = getattr(entry.plan, "step_s", entry.plan.cost.total_s)
             self.notes = ("Only steps of one program on one mesh have their rows beside the plan's.",)
         else:
