@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import warnings
@@ -35,9 +34,8 @@ from spmdctx.step.export.export import exportable
 from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import ParallelOptions, step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls, log_compiling, noted
-from spmdctx.step.report.profile import Profile
-from spmdctx.step.report.report import StepReport, report_of
+from spmdctx.step.report.calls import log_compiling, noted
+from spmdctx.step.report.methods import MeasuredMethods
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
 from spmdctx.step.words.again import log_entry
@@ -77,7 +75,7 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep(JitMethods, Generic[P, R]):
+class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
@@ -97,7 +95,6 @@ class ParallelStep(JitMethods, Generic[P, R]):
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None
         self._direct: _Direct | None = None
-        self._calls: Calls | None = None
         self._has_run = False
         self._said: set[str] = set()
         self._bound: WeakKeyDictionary[Any, ParallelStep[..., Any]] = WeakKeyDictionary()
@@ -178,23 +175,6 @@ class ParallelStep(JitMethods, Generic[P, R]):
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         self._calls = noted(self._calls, entry, start)
         return result
-
-    def report(self) -> StepReport:
-        """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.
-
-        Waits until the devices have run what was queued.
-
-        Raises:
-            PlanError: the step was not called.
-        """
-        return report_of(self._calls)
-
-    def profile(self, folder: str | os.PathLike[str]) -> Profile:
-        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
-
-        At its end it raises a PlanError if the step was not called inside.
-        """
-        return Profile(folder, lambda: self._calls)
 
     @property
     def context(self) -> AutoParallelContext:

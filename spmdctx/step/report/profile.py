@@ -26,6 +26,10 @@ from spmdctx.wording.reports import Report
 _MOST_ROWS = 24
 
 
+def _no_calls() -> Calls | None:
+    return None
+
+
 class Profile(Report):
     """Where the devices' time of a step went: a context that traces the calls inside, and afterwards their report.
 
@@ -51,6 +55,10 @@ class Profile(Report):
         self._calls = calls
         self._before: tuple[Calls | None, int] = (None, 0)
         self._traces: set[Path] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The report goes into another process, the step does not.
+        return {**self.__dict__, "_calls": _no_calls, "_before": (None, 0)}
 
     def __enter__(self) -> Self:
         before = self._calls()
