@@ -72,7 +72,7 @@ class Exporter:
             for number, (path, aval) in enumerate(zip(paths, own.in_avals, strict=True))
         ]
         outputs = []
-        paths_out = jax.tree_util.tree_flatten_with_path(filled(*tree, range(len(own.out_avals))))[0]
+        paths_out = jax.tree_util.tree_flatten_with_path(filled(tree, range(len(own.out_avals))))[0]
         marks = [(keys, leaf) for keys, leaf in paths_out if not callable(leaf)]
         for (keys, _), aval, source in zip(marks, own.out_avals, form.results(own), strict=True):
             spec = inputs[int(source.partition(".")[2])][2] if isinstance(source, str) else shardings[1][source]

@@ -62,7 +62,7 @@ class Parallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
         leaves, jitted, result = self._prepared(args, kwargs)
-        return filled(*result, jitted(*map(_placed, leaves, self.in_shardings)))
+        return filled(result, jitted(*map(_placed, leaves, self.in_shardings)))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step, which then takes its arguments as flat leaves; arguments may be abstract."""
@@ -128,12 +128,12 @@ def functions(leaves: Any) -> Any:
     return tuple((place, leaf) for place, leaf in enumerate(leaves) if callable(leaf))
 
 
-def filled(tree: Any, own: Any, arrays: Any) -> Any:
-    """Returns the tree with arrays and its own functions in it."""
+def filled(form: Any, arrays: Any) -> Any:
+    """Returns a tree with arrays in it; its form is its structure and its functions."""
     leaves = list(arrays)
-    for place, function in own:
+    for place, function in form[1]:
         leaves.insert(place, function)
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.unflatten(form[0], leaves)
 
 
 def traced(step: Any, leaves: Any, form: Any, axes: Any) -> tuple[Any, Any]:
@@ -141,7 +141,7 @@ def traced(step: Any, leaves: Any, form: Any, axes: Any) -> tuple[Any, Any]:
     results: list[Any] = []
 
     def flat(*own: Any) -> Any:
-        args, kwargs = filled(*form, own)
+        args, kwargs = filled(form, own)
         found, result = jax.tree.flatten(step(*args, **kwargs))
         results.append((result, functions(found)))
         return [leaf for leaf in found if not callable(leaf)]
