@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     gallery.make(OUT / "source" / "docs" / "gallery")
     add_kernel(OUT / "jupyter")
     folders = ["-c", str(ROOT / "docs" / "site"), "-d", str(OUT / "doctrees"), str(OUT / "source"), str(OUT / "html")]
-    status = build_main(["-b", "html", "-W", "--keep-going", "-n", "-E", "-j", "auto", "-q", *arguments, *folders])
+    status = build_main(["-b", "html", "-W", "--keep-going", "-n", "-E", "-j", "6", "-q", *arguments, *folders])
     if status == 0:
         (OUT / "html" / "index.html").write_text('<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">\n')
         print(f"The site is in {(OUT / 'html' / 'index.html').relative_to(ROOT)}.")

@@ -17,7 +17,13 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sourcelink = False
-html_theme_options = {"use_download_button": False, "show_toc_level": 2, "pygments_light_style": "a11y-high-contrast-light"}
+html_context = {"default_mode": "auto"}
+html_theme_options = {
+    "use_download_button": False,
+    "show_toc_level": 2,
+    "navbar_persistent": [],
+    "pygments_light_style": "a11y-high-contrast-light",
+}
 
 highlight_language = "text"
 default_role = "code"
@@ -28,7 +34,7 @@ myst_enable_extensions = ["colon_fence", "attrs_inline"]
 # Each cell runs, and one that fails or warns ends the build.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
-nb_execution_timeout = 300
+nb_execution_timeout = 900
 nb_execution_in_temp = True
 nb_merge_streams = True
 nb_execution_excludepatterns = ["notebooks/*"]

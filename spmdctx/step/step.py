@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 import jax
@@ -18,6 +18,7 @@ from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
+from spmdctx.context.typed import ContextOptions
 from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError, ContextWarning
 from spmdctx.gradients.capture import capture_plainly
@@ -32,7 +33,7 @@ from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.export import exportable
 from spmdctx.step.jitted.methods import JitMethods
-from spmdctx.step.options import step_options
+from spmdctx.step.options import ParallelOptions, step_options
 from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.report.calls import Calls, log_compiling, noted
 from spmdctx.step.report.profile import Profile
@@ -123,12 +124,12 @@ class ParallelStep(JitMethods, Generic[P, R]):
             return ParallelStep(MethodType(fn, instance), options)
         return bound
 
-    def with_options(self, **options: Any) -> ParallelStep[P, R]:
+    def with_options(self, **options: Unpack[ParallelOptions]) -> ParallelStep[P, R]:
         """Returns a step of the same function with more options, or with other values of the same ones."""
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
-    def with_context(self, **options: Any) -> ParallelStep[P, R]:
+    def with_context(self, **options: Unpack[ContextOptions]) -> ParallelStep[P, R]:
         """Returns the same step with context options, which its own options override.
 
         A decorator `@auto_parallel_context(...)` above the step calls this.
