@@ -190,10 +190,7 @@ class ParallelStep(JitMethods, Generic[P, R]):
         return report_of(self._calls)
 
     def profile(self, folder: str | os.PathLike[str]) -> Profile:
-        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
-
-        At its end it raises a PlanError if the step was not called inside.
-        """
+        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan."""
         return Profile(folder, lambda: self._calls)
 
     @property
