@@ -33,6 +33,8 @@ def _no_calls() -> Calls | None:
 class Profile(Report):
     """Where the devices' time of a step went: a context that traces the calls inside, and afterwards their report.
 
+    It ends with a PlanError if the step was not called inside.
+
     Attributes:
         folder: where JAX's own trace lies, for TensorBoard's profiler or xprof.
         name: the step's.
