@@ -18,8 +18,8 @@ WORKERS ?= auto
 
 # An environment of its own, with neither TPU's compiler nor Ray: the tests are those that need none.
 NEWEST := $(VENV)/newest
-NEWEST_TESTS ?= tests/test_api.py tests/test_reports.py tests/step/jitted tests/step/report tests/trace/capture tests/gradients/test_local.py \
-	tests/context/test_typed.py
+NEWEST_TESTS ?= tests/test_api.py tests/test_reports.py tests/context/test_typed.py tests/step/jitted tests/step/report \
+	tests/trace/capture/portable/test_collectives.py tests/trace/capture/portable/test_one_device.py
 
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-newest lint docs docs-check benchmark-matrix clean
