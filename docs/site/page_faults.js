@@ -44,6 +44,15 @@
     }
     return layers.reverse().reduce((below, top) => over(top, below), matchMedia("(prefers-color-scheme: dark)").matches ? [0, 0, 0, 1] : [255, 255, 255, 1]);
   };
+  const drawnBehind = (node, box) => {
+    const [x, y] = [box.x + box.width / 2, box.y + box.height / 2];
+    const shapes = [...node.ownerSVGElement.querySelectorAll("rect, path, polygon, circle")].filter((shape) => {
+      const area = shape.getBoundingClientRect();
+      const isBefore = shape.compareDocumentPosition(node) & Node.DOCUMENT_POSITION_FOLLOWING;
+      return isBefore && area.left <= x && x <= area.right && area.top <= y && y <= area.bottom && getComputedStyle(shape).fill !== "none";
+    });
+    return shapes.reduce((below, shape) => over(rgba(getComputedStyle(shape).fill), below), behind(node));
+  };
   const seen = new Set();
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   while (walker.nextNode()) {
@@ -55,7 +64,7 @@
     if (!node.checkVisibility({ opacityProperty: true, visibilityProperty: true }) || box.width < 2 || box.height < 2) continue;
     let alpha = 1;
     for (let up = node; up; up = up.parentElement) alpha *= Number(getComputedStyle(up).opacity);
-    const ground = behind(node);
+    const ground = node instanceof SVGElement ? drawnBehind(node, box) : behind(node);
     const ink = rgba(node instanceof SVGElement ? style.fill : style.color);
     const text = over([ink[0], ink[1], ink[2], ink[3] * alpha], ground);
     const [high, low] = [light(text), light(ground)].sort((one, other) => other - one);
@@ -64,7 +73,7 @@
     const isLarge = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
     if (ratio < (isLarge ? 3 : 4.5)) {
       const words = walker.currentNode.data.trim().slice(0, 30);
-      faults.push(`contrast ${ratio.toFixed(2)}: "${words}" (${node.tagName.toLowerCase()}.${String(node.getAttribute("class"))} ${style.color})`);
+      faults.push(`contrast ${ratio.toFixed(2)}: "${words}" (${node.tagName.toLowerCase()}.${String(node.getAttribute("class"))} ${node instanceof SVGElement ? style.fill : style.color})`);
     }
   }
 
