@@ -224,8 +224,8 @@ class _Liveness:
                 (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         found += hoisted(graph, self.loops, self.carried, self.materialized)
         if copies_for_loops:
-            reads = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
-            found += copied_for_loops(reads, self.loops, self.runs)
+            copied = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
+            found += copied_for_loops(copied, self.loops, self.runs)
         loop_ends = iteration_ends(graph, self.scopes)
         return StepMemory(
             lives=tuple(found),
