@@ -4,6 +4,7 @@
 #   make lint   formatting, lint, types
 #   make docs   the documentation as a site, in out/docs/html; it executes every example
 #   make docs-check   looks at each page of it in Chromium, which has to be installed
+#   make test-newest  some tests on the newest Python and jax, if there is a Python 3.12 or 3.13
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -15,14 +16,27 @@ CUDA := $(VENV)/cuda-plugin
 TESTS ?=
 WORKERS ?= auto
 
+# An environment of its own, with neither TPU's compiler nor Ray: the tests are those that need none.
+NEWEST := $(VENV)/newest
+NEWEST_TESTS ?= tests/test_api.py tests/test_reports.py tests/context/test_typed.py tests/step/jitted tests/step/report \
+	tests/trace/capture/portable/test_collectives.py tests/trace/capture/portable/test_one_device.py
+
 .DEFAULT_GOAL := demo
-.PHONY: demo test lint docs docs-check benchmark-matrix clean
+.PHONY: demo test test-newest lint docs docs-check benchmark-matrix clean
 
 demo: $(VENV)/.installed
 	JAX_PLATFORMS=cpu $(BIN)/spmdctx train $(ARGS)
 
 test: $(VENV)/.installed-test
 	PYTHONPATH=$(CUDA) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(TESTS)
+
+test-newest:
+	@python=$$(.ci/newest-python); if test -z "$$python"; then \
+		echo "test-newest is skipped: there is no Python 3.12 or 3.13 on PATH, nor from pyenv or uv."; \
+	else \
+		$(MAKE) --no-print-directory PYTHON="$$python" VENV=$(NEWEST) $(NEWEST)/.installed-test-small && \
+		JAX_PLATFORMS=cpu $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal $(NEWEST_TESTS); \
+	fi
 
 lint: $(VENV)/.installed-lint
 	$(BIN)/ruff check .
@@ -52,6 +66,10 @@ $(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) --editable '.[test]'
 	test "$$(uname -s)" != Linux || { version=$$($(BIN)/python -c 'import jax; print(jax.__version__)') && \
 		$(PIP) --no-deps --upgrade --target $(CUDA) jax-cuda12-plugin==$$version jax-cuda12-pjrt==$$version; }
+	touch $@
+
+$(VENV)/.installed-test-small: $(VENV)/.installed
+	$(PIP) --editable '.[test-small]'
 	touch $@
 
 $(VENV)/.installed-lint: $(VENV)/.installed

@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from spmdctx.plan import Plan
     from spmdctx.shard.auto_parallel import AutoParallel
     from spmdctx.shard.decorate import shard
+    from spmdctx.step.report.metrics import Metrics
     from spmdctx.step.report.report import StepReport
     from spmdctx.step.verify.verify import VerifyReport
 
@@ -85,6 +86,7 @@ __all__ = [
     "DonationError",
     "InfeasibleError",
     "Layout",
+    "Metrics",
     "MicroBatchInterleaved",
     "ParallelStep",
     "PipelineCell",
@@ -150,6 +152,7 @@ _HOMES = {
     "spmdctx.plan": "Plan",
     "spmdctx.shard.auto_parallel": "AutoParallel",
     "spmdctx.shard.decorate": "shard",
+    "spmdctx.step.report.metrics": "Metrics",
     "spmdctx.step.report.report": "StepReport",
     "spmdctx.step.verify.verify": "VerifyReport",
 }

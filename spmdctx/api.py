@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
 from spmdctx.pipeline.capture.stage import pipeline_stage
 from spmdctx.plan.plan import Plan
 from spmdctx.server.initial import server_init, server_table
 from spmdctx.server.marks import set_param_ps
+from spmdctx.step.options import ParallelOptions
 from spmdctx.step.step import ParallelStep
 from spmdctx.trace.scope.mesh import get_mesh
 
@@ -34,10 +35,12 @@ R = TypeVar("R")
 
 
 @overload
-def parallel(fn: Callable[P, R], **options: Any) -> ParallelStep[P, R]: ...
+def parallel(fn: Callable[P, R], **options: Unpack[ParallelOptions]) -> ParallelStep[P, R]: ...
 @overload
-def parallel(fn: None = None, **options: Any) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
-def parallel(fn: Callable[P, R] | None = None, **options: Any) -> ParallelStep[P, R] | Callable[[Callable[P, R]], ParallelStep[P, R]]:
+def parallel(fn: None = None, **options: Unpack[ParallelOptions]) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
+def parallel(
+    fn: Callable[P, R] | None = None, **options: Unpack[ParallelOptions]
+) -> ParallelStep[P, R] | Callable[[Callable[P, R]], ParallelStep[P, R]]:
     """Makes a step run split over devices, as the auto-parallel context says. A decorator, with or without options.
 
     Args:
@@ -66,7 +69,7 @@ def parallel(fn: Callable[P, R] | None = None, **options: Any) -> ParallelStep[P
     return ParallelStep(fn, options)
 
 
-def plan(fn: Callable[..., Any], *args: Any, **options: Any) -> Plan:
+def plan(fn: Callable[..., Any], *args: Any, **options: Unpack[ParallelOptions]) -> Plan:
     """Plans a step without running it: `plan(train_step, state, batch, device_num=64, topology="tpu-v5p")`.
 
     Args:

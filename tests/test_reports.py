@@ -59,6 +59,18 @@ def step(params, batch):
 
 
 _MADE = {}
+FOLDER = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory):
+    FOLDER.append(tmp_path_factory.mktemp("traces"))
+
+
+def profiled(split, *args):
+    with split.profile(FOLDER[-1]) as found:
+        split(*args)
+    return found
 
 
 def made():
@@ -81,6 +93,7 @@ def made():
         audit=split.audit(params, batch),
         verify=split.verify(params, batch),
         report=split.report(),
+        profile=profiled(split, params, batch),
         served=served_plan(plan, (load,), 4, 2),
         pipeline=pipeline,
         timeline=pipeline.timeline(),
@@ -92,7 +105,7 @@ def made():
 
 
 NAMES = (
-    *("plan", "explanation", "explained_ops", "diff", "pareto", "audit", "verify", "report"),
+    *("plan", "explanation", "explained_ops", "diff", "pareto", "audit", "verify", "report", "profile"),
     *("served", "pipeline", "timeline", "stage", "pipeline_diff", "pipeline_audit"),
 )
 PLANS = ("plan", "served", "pipeline")

@@ -1,6 +1,6 @@
 """A user's file as a type checker sees it: `make lint` fails where a line marked as an error is none, or another line is one."""
 
-from typing import assert_type
+from typing import Any, assert_type
 
 import jax
 import optax
@@ -40,6 +40,12 @@ def uses(params: Params, batch: jax.Array, trainer: Trainer) -> None:
     assert_type(train_step.with_options(strict=True)(params, batch)[1], jax.Array)
     assert_type(train_step.plan(params, jax.ShapeDtypeStruct((8, 8), "float32")), spmdctx.Plan)
     print(train_step.__name__, spmdctx.parallel(untyped)(1, "anything"))
+    spmdctx.set_auto_parallel_context(parallel_mode="auto_parallel", device_num=8, parallel_optimizer_config={"optimizer_level": "level2"})
+    with spmdctx.auto_parallel_context(dataset_strategy=((8, 1), (8,)), comm_fusion={"allreduce": {"mode": "size", "config": 64}}):
+        assert_type(spmdctx.plan(mean, params, batch, search_mode="recursive_programming", mesh={"data": 8}), spmdctx.Plan)
+    assert_type(train_step.trace(params, batch), jax.stages.Traced)
+    train_step.clear_cache()
+    assert_type(train_step.plan(params, batch).to_dict(), dict[str, Any])
     with spmdctx.CheckpointManager("run") as checkpoints:
         restored = checkpoints.restore({"params": params})
         assert_type(restored.step, int)
@@ -53,3 +59,10 @@ def uses(params: Params, batch: jax.Array, trainer: Trainer) -> None:
     train_step.plann(params, batch)  # type: ignore[attr-defined]
     spmdctx.parallel(mean)(1, 2)  # type: ignore[arg-type]
     spmdctx.value_and_grad(mean)(params, 1)  # type: ignore[arg-type]
+    spmdctx.set_auto_parallel_context(parallel_mode="auto")  # type: ignore[arg-type]
+    spmdctx.set_auto_parallel_context(device_nums=8)  # type: ignore[call-arg]
+    spmdctx.set_auto_parallel_context(parallel_optimizer_config={"level": 2})  # type: ignore[typeddict-unknown-key]
+    spmdctx.auto_parallel_context(search_mode="fast")  # type: ignore[arg-type]
+    spmdctx.plan(mean, params, batch, strict="yes")  # type: ignore[arg-type]
+    train_step.with_options(topologie="h100")  # type: ignore[call-arg]
+    spmdctx.set_algo_parameters(fully_use_devices=1.5)  # type: ignore[arg-type]

@@ -32,8 +32,11 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     _check_options(arguments)
     _checkpoint_folder(arguments.checkpoint)  # before the planning, which takes longer
     length = max(map(len, prompts)) + arguments.tokens
+    allowed = None if arguments.spell or not isinstance(tokenizer, WordTokenizer) else tokenizer.are_whole(config.vocab_size)
+    if allowed is not None and stop is not None:
+        allowed[stop] = True
     with choice.context():
-        generator = Generator(config, batch=len(prompts), length=length, split=choice.split, **choice.step_options)
+        generator = Generator(config, batch=len(prompts), length=length, split=choice.split, allowed=allowed, **choice.step_options)
         with output.waiting("planning the step of one token"):
             plan = generator.plan
         output.show(plan)

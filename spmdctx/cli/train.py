@@ -20,6 +20,7 @@ from spmdctx.cli.program import Choice, started
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
 from spmdctx.plan.plan import Plan
 from spmdctx.step.processes import wait_for_all
+from spmdctx.step.report.metrics import Metrics
 from spmdctx.step.step import ParallelStep
 
 
@@ -38,13 +39,14 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
         output.show(plan)
         if jax.process_index() == 0:
             save_model(arguments.out, config, tokenizer)
-        with _checkpoints(arguments) as checkpoints:
+        with _checkpoints(arguments) as checkpoints, Metrics(*arguments.metrics) as metrics:
             state = {"model": model, "optimizer": optimizer}
             done = checkpoints.restore(state).step
             for _ in range(done):
                 next(data)
             losses, seconds = _run(
-                step, state, data, range(done, arguments.steps), partial(checkpoints.save, state=state, plan=plan), output
+                *(step, state, data, range(done, arguments.steps)),
+                *(partial(checkpoints.save, state=state, plan=plan), metrics, output),
             )
             checkpoints.wait()
             if checkpoints.latest_step() != max(done, arguments.steps):
@@ -69,7 +71,13 @@ def _data(choice: Choice) -> tuple[DecoderConfig, WordTokenizer, Iterator[Batch]
 
 
 def _run(
-    step: ParallelStep[..., Any], state: dict[str, Any], data: Iterator[Batch], numbers: range, save: Callable[[int], bool], output: Output
+    step: ParallelStep[..., Any],
+    state: dict[str, Any],
+    data: Iterator[Batch],
+    numbers: range,
+    save: Callable[[int], bool],
+    metrics: Metrics,
+    output: Output,
 ) -> tuple[list[float], float]:
     """Runs the steps of these numbers; returns their losses, and the median seconds of a step."""
     times: list[float] = []
@@ -78,6 +86,7 @@ def _run(
         start = time.perf_counter()
         loss = float(step(state["model"], state["optimizer"], next(data)))
         times.append(time.perf_counter() - start)
+        metrics.write(numbers[index] + 1, loss=loss, step_s=times[-1])
         save(numbers[index] + 1)
         return loss
 
@@ -85,6 +94,8 @@ def _run(
     if numbers.start:
         output.say(f"goes on from the checkpoint of step {numbers.start}")
     losses = list(output.steps(len(numbers), one))
+    if losses:
+        metrics.report(step.report(), numbers[-1] + 1)
     seconds = sorted(times)[len(times) // 2] if times else 0.0
     if losses:
         output.say(f"loss {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps, {1000 * seconds:.0f} ms each")

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import cache, wraps
 from itertools import count
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, Unpack, cast
 from weakref import WeakKeyDictionary
 
 from spmdctx.context.checks import check_consistency, device_count, ineffective, warn_ineffective
@@ -24,6 +24,7 @@ from spmdctx.context.files import ContextConfig, load_config
 from spmdctx.context.options import ALGO_BY_NAME, OPTIONS, checked, find
 from spmdctx.context.servers import DEFAULT_SERVERS, checked_server_options, find_server_option
 from spmdctx.context.state import DEFAULT_ALGO, DEFAULT_CONTEXT, AlgoParameters, AutoParallelContext
+from spmdctx.context.typed import AlgoOptions, ContextOptions
 from spmdctx.context.values import plain
 from spmdctx.errors import message
 
@@ -103,7 +104,7 @@ def _update(change: Callable[[AutoParallelContext], AutoParallelContext]) -> Non
         _base = _layer(change(_base.context), None)
 
 
-def set_auto_parallel_context(**options: Any) -> None:
+def set_auto_parallel_context(**options: Unpack[ContextOptions]) -> None:
     """Sets options of the innermost layer: of the process, or of the enclosing `with auto_parallel_context(...)`.
 
     All or nothing: where one option is bad, none is set. Options that contradict each other are found when a step is
@@ -194,7 +195,7 @@ def mark_for_servers(patterns: Sequence[str], *, init_in_server: bool) -> None:
     _update(change)
 
 
-def set_algo_parameters(**parameters: Any) -> None:
+def set_algo_parameters(**parameters: Unpack[AlgoOptions]) -> None:
     """Sets parameters of the search, all or nothing.
 
     Raises:
@@ -290,7 +291,7 @@ def beneath_layers(function: Callable[..., Any]) -> tuple[Callable[..., Any], di
     return function, options
 
 
-def auto_parallel_context(**options: Any) -> ContextLayer:
+def auto_parallel_context(**options: Unpack[ContextOptions]) -> ContextLayer:
     """Makes a layer of the context, for a `with` block or as a decorator; leaving it restores the old state.
 
     Inside, `set_auto_parallel_context` and `reset_auto_parallel_context` change only this layer. Other threads do not

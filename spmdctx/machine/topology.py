@@ -67,7 +67,10 @@ class Compiler:
 
     @property
     def delays_gradients(self) -> bool:
-        """Makes the gradients of weights last, but for barriers behind recomputed regions (`machine.xla.memory.late_gradients`)."""
+        """Makes the gradients of weights last on several devices, but for barriers behind recomputed regions.
+
+        `machine.xla.memory` tells of that in `late_gradients`, of other late products in `late_branches`, and of loops in `loop_copies`.
+        """
         return self.keeps_barriers and not self.runs_barriers_in_order
 
     @property

@@ -28,9 +28,24 @@ from spmdctx.step.step import ParallelStep
 
 def next_token(model: Decoder, tokens: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
     """Returns the token [batch, 1] after `tokens` [batch, seq]: the likeliest at temperature 0, else one drawn with `key`."""
-    logits = model(tokens)[:, -1]
+    return _drawn(model(tokens)[:, -1], key, temperature)
+
+
+def _drawn(logits: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
     drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
     return jnp.where(temperature > 0, drawn, jnp.argmax(logits, axis=-1)).astype(jnp.int32)[:, None]
+
+
+def _next_of(allowed: np.ndarray | None) -> Callable[..., jax.Array]:
+    """Returns `next_token`, which takes only tokens that are `allowed`, [vocab] bool, if that is given."""
+    if allowed is None:
+        return next_token
+    minus = np.where(allowed, np.float32(0), -np.float32(np.inf))
+
+    def next_allowed(model: Decoder, tokens: jax.Array, key: jax.Array, temperature: jax.Array) -> jax.Array:
+        return _drawn(model(tokens)[:, -1] + minus, key, temperature)
+
+    return next_allowed
 
 
 class _Sized(NamedTuple):
@@ -53,16 +68,26 @@ class Generator:
         batch: prompts at a time.
         length: the most tokens of a prompt and its answer.
         split: strategies that `shard()` gives the layers.
+        allowed: whether each token may be answered, [vocab] bool; all may by default.
         options: of `spmdctx.parallel`.
 
     Raises:
         ContextError: `length` is more than there are learned positions, or options that do not fit.
     """
 
-    def __init__(self, config: DecoderConfig, *, batch: int, length: int, split: Split = UNSPLIT, **options: Any) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        *,
+        batch: int,
+        length: int,
+        split: Split = UNSPLIT,
+        allowed: np.ndarray | None = None,
+        **options: Any,
+    ) -> None:
         self._config, self._split, self._options = config, split.parameters_alone(), options
         self._batch, self._length = batch, length
-        self._step = parallel(next_token, **options)
+        self._step = parallel(_next_of(allowed), **options)
         self._sized: dict[int, _Sized] = {}
         self._abstract = nnx.eval_shape(self._remembering)
 

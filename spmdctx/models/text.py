@@ -26,8 +26,12 @@ _MOST_BYTES = 1 << 30
 """The bytes of a text, all of which is read."""
 
 
+_PROSE = 0.94
+"""The least share of letters, spaces, commas and periods in a paragraph of prose."""
+
+
 def read_text(path: str | Path | None = None) -> str:
-    """Reads the text of a file, or the language reference in `pydoc_data.topics`.
+    """Reads the text of a file, or the prose of the language reference in `pydoc_data.topics`, without its code and grammar.
 
     Raises:
         ContextError: the file is not UTF-8 text.
@@ -36,13 +40,17 @@ def read_text(path: str | Path | None = None) -> str:
     if path is None:
         from pydoc_data.topics import topics  # half a megabyte that only training needs
 
-        return "\n\n".join(topics.values())
+        return "\n\n".join(part for topic in topics.values() for part in topic.split("\n\n") if _is_prose(part))
     try:
         return read_file(path, _MOST_BYTES).decode()
     except UnicodeDecodeError as error:
         raise ContextError(f"{path} is no UTF-8 text.", got=f"byte {error.object[error.start]:#x} at offset {error.start}") from None
     except ValueError as error:
         raise ContextError("The text cannot be read.", where=str(path), got=str(error)) from None
+
+
+def _is_prose(paragraph: str) -> bool:
+    return sum(one.isalpha() or one in " ,.\n" for one in paragraph) > _PROSE * len(paragraph)
 
 
 class Tokenizer(Protocol):
@@ -94,6 +102,14 @@ class WordTokenizer:
     def decode(self, tokens: np.ndarray) -> str:
         """Returns the text of token numbers; unknown ones and bytes that form no character become the replacement character."""
         return b"".join(map(self._bytes_of, map(int, tokens))).decode(errors="replace")
+
+    def are_whole(self, vocab_size: int) -> np.ndarray:
+        """Returns which of a model's tokens are words, spaces or punctuation, and not letters of words to be spelled, [vocab] bool."""
+        whole = np.zeros(vocab_size, bool)
+        whole[NUM_BYTES : self.vocab_size] = True
+        whole[[number for number in range(128) if not (chr(number).isalnum() or chr(number) == "_" or number < ord(" "))]] = True
+        whole[ord("\n")] = True
+        return whole
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the words as JSON, for `read_tokenizer`.

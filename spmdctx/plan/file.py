@@ -72,7 +72,7 @@ def plan_state(plan: PlanData) -> dict[str, Any]:
     """Returns what a plan in another process shall have besides what its file holds: what is not about the program at hand."""
     names = {field.name for field in fields(plan)} - {field.name for field in fields(PlanData)}
     profile = None if plan.memory_profile is None else tuple(plan.memory_profile)
-    return {"timing": plan.timing, "memory_profile": profile, **{name: getattr(plan, name) for name in names}}
+    return {"timing": plan.timing, "about": plan.about, "memory_profile": profile, **{name: getattr(plan, name) for name in names}}
 
 
 def restored(kind: type[AnyPlan], text: str, state: Mapping[str, Any]) -> AnyPlan:

@@ -11,6 +11,7 @@ from flax import nnx
 
 from spmdctx.context.layers import current_context
 from spmdctx.context.options import PLANNED_MODES
+from spmdctx.context.typed import ContextOptions
 from spmdctx.trace.marker import traced_mode
 
 MAX_STEPS = 512
@@ -54,5 +55,6 @@ def _step(fn: Callable[..., Any], tree: Any, dynamic: tuple[bool, ...], static: 
         return fn(*args, **kwargs)
 
     step.__name__ = getattr(fn, "__name__", "step")
-    split: Callable[..., Any] = parallel(step, **({"full_batch": True} if full_batch else {}))
+    options: ContextOptions = {"full_batch": True} if full_batch else {}
+    split: Callable[..., Any] = parallel(step, **options)
     return split

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from spmdctx.context.options import checked
+from spmdctx.context.typed import ContextOptions
 from spmdctx.context.values import memory_budget
 from spmdctx.errors import ContextError, message, naming_file, shown
 from spmdctx.ir.mesh import LogicalMesh
@@ -19,6 +23,27 @@ from spmdctx.trace.scope.rules import axis_rules
 from spmdctx.trace.scope.settings import StepOptions
 
 _OF_PARALLEL = ("devices", "mesh", "topology", "memory_bytes", "max_mesh_axes", "strict", "layerwise_parallel", "rules")
+
+
+class ParallelOptions(ContextOptions, total=False):
+    """The options of `parallel` and `plan`, as type checkers and editors know them."""
+
+    devices: Sequence[jax.Device] | np.ndarray | None
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None
+    topology: MachineName | Topology | os.PathLike[str] | str | None
+    memory_bytes: float | None
+    max_mesh_axes: int | None
+    strict: bool
+    layerwise_parallel: str | Sequence[str]
+    batch_argnums: int | Sequence[int]
+    batch_argnames: str | Iterable[str]
+    static_argnums: int | Sequence[int]
+    static_argnames: str | Iterable[str]
+    donate_argnums: int | Sequence[int]
+    donate_argnames: str | Iterable[str]
+
+
+MachineName = Literal["tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "cpu"]
 
 _MAX_AXES, _MAX_DEVICES = 32, 1 << 20
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 import jax
@@ -18,6 +17,7 @@ from spmdctx._compat import x64_is_on
 from spmdctx.audit import AuditReport
 from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
+from spmdctx.context.typed import ContextOptions
 from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError, ContextWarning
 from spmdctx.gradients.capture import capture_plainly
@@ -32,11 +32,10 @@ from spmdctx.step.direct.tracebacks import ShortTracebacks
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.export import exportable
 from spmdctx.step.jitted.methods import JitMethods
-from spmdctx.step.options import step_options
+from spmdctx.step.options import ParallelOptions, step_options
 from spmdctx.step.planning.saved import loaded_plan
-from spmdctx.step.report.calls import Calls, log_compiling, noted
-from spmdctx.step.report.profile import Profile
-from spmdctx.step.report.report import StepReport, report_of
+from spmdctx.step.report.calls import log_compiling, noted
+from spmdctx.step.report.methods import MeasuredMethods
 from spmdctx.step.served.make import entry_of
 from spmdctx.step.verify import verify
 from spmdctx.step.words.again import log_entry
@@ -76,7 +75,7 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep(JitMethods, Generic[P, R]):
+class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`
@@ -96,7 +95,6 @@ class ParallelStep(JitMethods, Generic[P, R]):
         self._entries: dict[Any, list[Entry]] = {}
         self._last: _Last | None = None
         self._direct: _Direct | None = None
-        self._calls: Calls | None = None
         self._has_run = False
         self._said: set[str] = set()
         self._bound: WeakKeyDictionary[Any, ParallelStep[..., Any]] = WeakKeyDictionary()
@@ -123,12 +121,12 @@ class ParallelStep(JitMethods, Generic[P, R]):
             return ParallelStep(MethodType(fn, instance), options)
         return bound
 
-    def with_options(self, **options: Any) -> ParallelStep[P, R]:
+    def with_options(self, **options: Unpack[ParallelOptions]) -> ParallelStep[P, R]:
         """Returns a step of the same function with more options, or with other values of the same ones."""
         fn, given = self._given
         return ParallelStep(fn, {**given, **options})
 
-    def with_context(self, **options: Any) -> ParallelStep[P, R]:
+    def with_context(self, **options: Unpack[ContextOptions]) -> ParallelStep[P, R]:
         """Returns the same step with context options, which its own options override.
 
         A decorator `@auto_parallel_context(...)` above the step calls this.
@@ -177,24 +175,6 @@ class ParallelStep(JitMethods, Generic[P, R]):
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
         self._calls = noted(self._calls, entry, start)
         return result
-
-    def report(self) -> StepReport:
-        """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.
-
-        Waits until the devices have run what was queued.
-
-        Raises:
-            PlanError: the step was not called.
-        """
-        return report_of(self._calls)
-
-    def profile(self, folder: str | os.PathLike[str]) -> Profile:
-        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
-
-        Raises:
-            PlanError: at the end of the context, the step was not called inside.
-        """
-        return Profile(folder, lambda: self._calls)
 
     @property
     def context(self) -> AutoParallelContext:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.util import find_spec
 from typing import Any
 
 _PATIENCE_S = 2.0
@@ -59,14 +58,26 @@ class Line:
 
         console = Console(stderr=True, highlight=False, markup=False)
         with self._lock:
-            if self._text and (_has_widgets() if console.is_jupyter else console.is_terminal):
+            if self._text and console.is_jupyter:
+                self._shown = _Cell(self._text)
+            elif self._text and console.is_terminal:
                 self._shown = console.status(self._text)
                 self._shown.start()
 
 
-def _has_widgets() -> bool:
-    """Whether a notebook can show progress; without ipywidgets rich warns in each cell."""
-    return find_spec("ipywidgets") is not None
+class _Cell:
+    """A line in the output of a notebook's cell; that of rich needs widgets there."""
+
+    def __init__(self, text: str) -> None:
+        from IPython.display import display
+
+        self._handle: Any = display({"text/plain": text}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    def update(self, text: str) -> None:
+        self._handle.update({"text/plain": text}, raw=True)
+
+    def stop(self) -> None:
+        self.update("")
 
 
 _TELL: ContextVar[Callable[[str], None] | None] = ContextVar("tell", default=None)

@@ -9,7 +9,7 @@ import pytest
 import spmdctx
 from spmdctx.checkpoint import CheckpointManager
 from spmdctx.cli.main import main
-from spmdctx.models import create, preset, read_tokenizer
+from spmdctx.models import WordTokenizer, create, preset, read_tokenizer
 
 PROMPT = ["--prompt", "The value of", "--prompt", "An object", "--tokens", "6"]
 
@@ -98,3 +98,22 @@ def test_damaged_sizes_are_named(tmp_path, capsys):
 
 def test_without_a_tokenizer_text_is_bytes():
     assert list(read_tokenizer().encode("é!")) == [0xC3, 0xA9, 0x21]
+
+
+def test_a_trained_checkpoint_gives_words_and_spells_none_unless_asked(run_folder, capsys):
+    known = read_tokenizer(run_folder / "tokenizer.json")
+    asked = [run_folder, "--tokens", "16", "--temperature", "1.5", "--device-num", "2"]
+    tokens = run(capsys, *asked)[1]["tokens"][0]
+    assert all(known.are_whole(known.vocab_size)[token] for token in tokens)
+    assert len({token for token in tokens if token >= 256}) > 3
+    spelled = run(capsys, *asked, "--spell")[1]["tokens"][0]
+    assert any(token < 256 and chr(token).isalnum() for token in spelled)
+
+
+def test_whole_tokens_are_words_spaces_and_punctuation():
+    known = WordTokenizer((" word", "the", "\n\n"))
+    whole = known.are_whole(300)
+    assert whole.shape == (300,)
+    assert all(whole[known.encode(text)].all() for text in (" word", "the", "\n\n", " ", "\n", ".,;()"))
+    assert not whole[known.encode("xyz_1é")].any()
+    assert not whole[known.vocab_size :].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import sys
 from collections.abc import Callable
@@ -66,8 +67,14 @@ def test_plan_exports_into_a_file_only(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_training_writes_state_plan_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, data = _run(capsys, "train", *SMALL, "--steps", "3", "--out", str(tmp_path))
+    metrics = tmp_path / "metrics.jsonl"
+    code, data = _run(capsys, "train", *SMALL, "--steps", "3", "--out", str(tmp_path), "--metrics", str(metrics))
     assert code == 0
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 3]
+    assert [row["loss"] for row in rows[:3]] == data["losses"]
+    assert rows[3]["report/planned_step_s"] == data["report"]["planned_step_s"]
+    assert "over 2 devices" in data["plan"]["summary"]
     assert data["audit"]["ok"]
     assert data["verify"]["ok"]
     mesh = data["plan"]["mesh"]
@@ -352,3 +359,31 @@ def test_every_command_takes_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFi
         found = checkpoints.restore({"model": {"head": {"kernel": np.zeros((192, 768), np.float32)}}}, partial=True)
     assert found.plan == Plan.load(saved)
     assert found.state["model"]["head"]["kernel"].any()
+
+
+def test_a_command_says_what_goes_on_if_it_is_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = _run_for_log(capsys, "plan", *SMALL, "--device-num", "2")
+    loud = _run_for_log(capsys, "plan", *SMALL, "--device-num", "2", "-v")
+    assert "is planned for 2 devices" not in quiet
+    assert "is planned for 2 devices" in loud
+    assert "Mesh data 2: " in loud
+
+
+def _run_for_log(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Runs a command in which pytest's own handlers of logs have no part; returns what it wrote to standard error."""
+    root, own = logging.getLogger(), logging.getLogger("spmdctx")
+    handlers, level = list(root.handlers), own.level
+    try:
+        root.handlers = []
+        assert main([*arguments, "--json"]) == 0
+    finally:
+        root.handlers = handlers
+        own.setLevel(level)
+    return capsys.readouterr().err
+
+
+def test_metrics_that_go_nowhere_are_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["train", "--metrics", "run.csv"])
+    assert stopped.value.code == 2
+    assert "tensorboard:FOLDER" in capsys.readouterr().err

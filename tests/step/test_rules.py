@@ -103,7 +103,7 @@ def test_an_axis_goes_to_the_first_rule_of_a_tensor():
     plan = planned(linen_step, linen_variables(), X, rules=[("mlp", "model"), ("embed", "model")])
     assert split_of(plan, "up/value") == ((), ("model",))
     assert any("that of 'embed' is whole" in note for note in plan.notes)
-    with pytest.raises(StrategyError, match="two of its dimensions"):
+    with pytest.raises(StrategyError, match="two dimensions of a variable"):
         planned(layer_step, Layer("embed", "mlp"), X, rules={"mlp": "model", "embed": "model"})
 
 

@@ -2,7 +2,9 @@
 
 import io
 import os
+import sys
 import threading
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -20,9 +22,18 @@ def terminal(monkeypatch):
     whole = rich_console.Console
 
     def made(**options):
-        return whole(**{**options, "stderr": False, "file": written, "force_terminal": made.is_terminal, "width": 80})
+        return whole(
+            **{
+                **options,
+                "stderr": False,
+                "file": written,
+                "force_terminal": made.is_terminal,
+                "force_jupyter": made.is_notebook,
+                "width": 80,
+            }
+        )
 
-    made.is_terminal = True
+    made.is_terminal, made.is_notebook = True, False
     monkeypatch.setattr(rich_console, "Console", made)
     return made, written
 
@@ -42,6 +53,31 @@ def test_a_long_search_shows_a_line_in_a_terminal(terminal):
     _, written = terminal
     shown("mesh 3 of 12")
     assert "Planning train: mesh 3 of 12" in written.getvalue()
+
+
+class Handle:
+    """What IPython returns for a display with an id."""
+
+    def __init__(self, told):
+        self.told = told
+
+    def update(self, data, raw):
+        self.told.append(data["text/plain"])
+
+
+def test_a_notebook_shows_the_line_in_its_cell_and_removes_it(terminal, monkeypatch):
+    made, written = terminal
+    made.is_terminal, made.is_notebook, told = False, True, []
+
+    def display(data, raw, display_id):
+        told.append(data["text/plain"])
+        return Handle(told)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    shown("mesh 3 of 12")
+    assert told[0].startswith("Planning train")
+    assert told[-1] == ""
+    assert written.getvalue() == ""
 
 
 def test_nothing_is_shown_where_no_one_looks(terminal):
@@ -70,11 +106,3 @@ def test_where_something_else_shows_it_no_line_appears(terminal):
 def test_pytest_shows_nothing():
     with phases.line("Planning train"):
         assert phases._TELL.get() is None
-
-
-def test_a_notebook_without_widgets_is_not_told_to_install_them(terminal, monkeypatch):
-    _, written = terminal
-    monkeypatch.setattr(rich_console, "_is_jupyter", lambda: True)
-    monkeypatch.setattr(phases, "find_spec", lambda name: None)
-    shown("mesh 3 of 12")
-    assert written.getvalue() == ""

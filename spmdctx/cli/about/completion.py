@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-import argcomplete
+from argcomplete.shell_integration import shellcode
 
 from spmdctx.cli.output import Output
 
@@ -13,7 +13,7 @@ from spmdctx.cli.output import Output
 def completion(arguments: argparse.Namespace, output: Output) -> int:
     """Prints the script, to be read by the shell when it starts."""
     shell = arguments.shell
-    script: str = argcomplete.shellcode(["spmdctx"], shell=shell)
+    script: str = shellcode(["spmdctx"], shell=shell)
     if not output.as_json:
         sys.stdout.write(script)
     output.finish_with("completion", {"shell": shell, "script": script})

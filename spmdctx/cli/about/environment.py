@@ -71,7 +71,7 @@ class Environment(Report):
 
 def env(arguments: argparse.Namespace, output: Output) -> int:
     """Prints what to paste into a bug report."""
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = {}
     if arguments.config:
         with naming_file("--config", arguments.config, "the file cannot be read"):
             options = load_config(arguments.config).options

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 
+from spmdctx.wording.targets import TARGETS, metrics_target
+
 
 def positive(text: str) -> int:
     """Parses a whole number of at least 1.
@@ -62,3 +64,14 @@ def fraction(text: str) -> float:
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on")
     return value
+
+
+def target(text: str) -> str:
+    """Takes a place for metrics.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    if metrics_target(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {TARGETS}")
+    return text

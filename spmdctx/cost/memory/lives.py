@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
-from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialized_values, settled_values
+from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_stacks, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
 from spmdctx.ir.arrays import IntArray
@@ -203,6 +203,8 @@ class _Liveness:
 
     def find(self, *, fuses_rows: bool, copies_for_loops: bool) -> StepMemory:
         graph = self.graph
+        if copies_for_loops:
+            materialize_stacks(graph, self.materialized)
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         self._find_ends()
         last = max(len(graph.ops) - 1, 0)
@@ -222,8 +224,8 @@ class _Liveness:
                 (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         found += hoisted(graph, self.loops, self.carried, self.materialized)
         if copies_for_loops:
-            reads = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
-            found += copied_for_loops(reads, self.loops, self.runs)
+            copied = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
+            found += copied_for_loops(copied, self.loops, self.runs)
         loop_ends = iteration_ends(graph, self.scopes)
         return StepMemory(
             lives=tuple(found),

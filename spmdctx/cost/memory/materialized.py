@@ -9,7 +9,7 @@ import numpy as np
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import inside, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Role
-from spmdctx.ir.primitives import ANNOTATIONS, HEAVY
+from spmdctx.ir.primitives import ANNOTATIONS, HEAVY, SCAN_EXIT
 
 
 def given_values(graph: Graph) -> list[int]:
@@ -37,6 +37,12 @@ def materialize_operands(graph: Graph, materialized: bytearray) -> None:
                     materialized[value] = 1
                 else:
                     value = maker.operands[0]
+
+
+def materialize_stacks(graph: Graph, materialized: bytearray) -> None:
+    """Puts what loops stack up into memory, also where one op alone reads it."""
+    for op in ops_of(graph, (SCAN_EXIT,)):
+        materialized[op.results[0]] = 1
 
 
 def settled_values(graph: Graph, materialized: bytearray) -> bytearray:

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.lowering.compile import jaxpr_to_compile
+from spmdctx.ir.graph import LITERAL
+from spmdctx.lowering.compile import as_held, jaxpr_to_compile
 from spmdctx.plan.plan import Plan
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.align import align, tagged
@@ -17,9 +18,11 @@ from spmdctx.step.export.checked import difference
 from spmdctx.step.export.form import Form, form_of
 from spmdctx.step.export.listing import Listing
 from spmdctx.step.export.module import Tables, module_text
-from spmdctx.step.export.runtime import Numbered, digest, type_text
+from spmdctx.step.export.runtime import Numbered, digest, filled, type_text
+from spmdctx.step.planning.planner import Planned
 from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.target import Target
+from spmdctx.trace.specs import partition_spec
 
 
 def exportable(entry: Entry, target: Target, static: Static) -> Plan:
@@ -49,7 +52,7 @@ class Exporter:
         own, tree = form.traced()
         captured = tagged(planned.program.jaxpr)
         align(captured, own, form.inputs)
-        devices = entry.environment.devices[: planned.mesh.num_devices]
+        devices = _devices(entry)
         marked, lowered = (
             jaxpr_to_compile(replace(planned.program, jaxpr=jaxpr), planned.assignment, planned.mesh, devices, planned.directives)
             for jaxpr in (captured, planned.program.jaxpr)
@@ -57,21 +60,22 @@ class Exporter:
         listing, results = Listing(), form.results(own)
         listing.program(marked, own, form.inputs, results)
         text = module_text(self._tables(form, own, tree, listing))
-        _check(text, own, lowered, form, results, entry)
+        _check(text, own, lowered, form, results, entry.captured.name, devices)
         return text
 
     def _tables(self, form: Form, own: Any, tree: Any, listing: Listing) -> Tables:
-        entry, program = self.entry, self.entry.program
+        entry, shardings = self.entry, _specs(self.entry.planned)
         paths = _input_paths(form)
         place = {number: index for index, number in enumerate(form.inputs)}
         inputs = [
-            (path, type_text(aval), program.in_shardings[place[number]].spec)
+            (path, type_text(aval), shardings[0][place[number]])
             for number, (path, aval) in enumerate(zip(paths, own.in_avals, strict=True))
         ]
         outputs = []
-        marks = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))[0]
+        paths_out = jax.tree_util.tree_flatten_with_path(filled(tree, range(len(own.out_avals))))[0]
+        marks = [(keys, leaf) for keys, leaf in paths_out if not callable(leaf)]
         for (keys, _), aval, source in zip(marks, own.out_avals, form.results(own), strict=True):
-            spec = inputs[int(source.partition(".")[2])][2] if isinstance(source, str) else program.out_shardings[source].spec
+            spec = inputs[int(source.partition(".")[2])][2] if isinstance(source, str) else shardings[1][source]
             outputs.append(("/".join(["out", *[jax.tree_util.keystr((key,), simple=True) for key in keys]]), type_text(aval), spec))
         donated = [paths[number] for number, leaf in zip(form.inputs, entry.captured.inputs, strict=True) if leaf.donated]
         return Tables(
@@ -92,7 +96,9 @@ class Exporter:
 
 def _input_paths(form: Form) -> list[str]:
     found = []
-    for keys, _ in jax.tree_util.tree_flatten_with_path(form.call)[0]:
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(form.call)[0]:
+        if callable(leaf):
+            continue
         positional, argument, *inner = keys
         text = [jax.tree_util.keystr((key,), simple=True) for key in inner]
         first = form.names[argument.idx] if positional.idx == 0 else jax.tree_util.keystr((argument,), simple=True)
@@ -111,7 +117,25 @@ def _check_supported(entry: Entry) -> None:
         )
 
 
-def _check(text: str, own: Any, lowered: Any, form: Form, results: Sequence[Any], entry: Entry) -> None:
+def _devices(entry: Entry) -> list[Any]:
+    """Returns as many devices as the plan needs; where there are fewer, one stands for those that are missing, as nothing is compiled."""
+    count = entry.planned.mesh.num_devices
+    found = list(entry.environment.devices[:count])
+    return [*found, *found[-1:] * (count - len(found))]
+
+
+def _specs(planned: Planned) -> tuple[list[Any], list[Any]]:
+    """Returns the PartitionSpecs of the program's arguments and results."""
+    graph, values, directives = planned.program.graph, planned.assignment.values, planned.directives
+    sides = ([values[value] if value != LITERAL else () for value in side] for side in (graph.inputs, graph.outputs))
+    held = [
+        [as_held(value, own, directives) for value, own in zip(*pair, strict=True)]
+        for pair in zip((graph.inputs, graph.outputs), sides, strict=True)
+    ]
+    return [partition_spec(own) for own in held[0]], [partition_spec(own) for own in held[1]]
+
+
+def _check(text: str, own: Any, lowered: Any, form: Form, results: Sequence[Any], name: str, devices: Sequence[Any]) -> None:
     """Runs the module's own code on the step's trace, and compares what it writes with the program that the step runs.
 
     Raises:
@@ -119,13 +143,10 @@ def _check(text: str, own: Any, lowered: Any, form: Form, results: Sequence[Any]
     """
     module: dict[str, Any] = {"__name__": "exported"}
     exec(compile(text, "<export>", "exec"), module)
-    devices = entry.environment.devices
     made = module["rewritten"](own, module["mesh"](devices)).jaxpr
     found = difference(_in_order(lowered.jaxpr, form, results, made), made)
     if found:
-        raise UnsupportedError(
-            'export("jax") cannot write this step: its module would not run the same program.', where=entry.captured.name, got=found
-        )
+        raise UnsupportedError('export("jax") cannot write this step: its module would not run the same program.', where=name, got=found)
 
 
 def _in_order(jaxpr: Any, form: Form, results: Sequence[Any], made: Any) -> Any:

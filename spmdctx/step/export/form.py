@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.step.entry import Entry
-from spmdctx.step.export.runtime import traced
+from spmdctx.step.export.runtime import functions, traced
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.objects import ObjectStructure, is_object
@@ -49,7 +50,9 @@ class Form:
     def traced(self) -> tuple[Any, Any]:
         """Returns the step's own trace, and the structure of its result."""
         leaves, tree = jax.tree.flatten(self.call)
-        return traced(self.fn, leaves, tree, dict(self.axes))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ContextWarning)  # of shard(), which has no effect in a plain trace
+            return traced(self.fn, [leaf for leaf in leaves if not callable(leaf)], (tree, functions(leaves)), dict(self.axes))
 
     def results(self, own: Any) -> list[int | str]:
         """Returns for each result of the own trace which result of the captured program it is, or the input that it is."""
@@ -67,7 +70,7 @@ def form_of(entry: Entry, target: Target, static: Static) -> Form:
     structure = entry.structure
     leaves = [struct_of(aval) for aval in entry.captured.in_avals]
     names = _positional(target, static)
-    if isinstance(structure, PureStructure) and not structure.has_functions:
+    if isinstance(structure, PureStructure):
         args, kwargs = structure.inputs(leaves)
 
         def step(*own: Any, **others: Any) -> Any:
@@ -84,13 +87,10 @@ def form_of(entry: Entry, target: Target, static: Static) -> Form:
         )
     if isinstance(structure, ObjectStructure) and structure.regrown is None:
         return _with_state(entry, structure, target, static, leaves)
-    what = (
-        "functions among its arguments" if isinstance(structure, PureStructure) else "nnx objects that it makes, or whose form it changes"
-    )
     raise UnsupportedError(
-        f'export("jax") cannot write a step with {what}.',
+        'export("jax") cannot write a step that makes nnx objects, or changes their form.',
         where=entry.captured.name,
-        fix="let the step take and return arrays: nnx.split and nnx.merge, or equinox.partition and equinox.combine",
+        fix="let the step take and return states: nnx.split and nnx.merge",
     )
 
 

@@ -77,6 +77,8 @@ class _Body:
         eqns, outputs = dissolved(lowered)
         self._last = {atom: place for place, eqn in enumerate(eqns) for atom in eqn.invars if not isinstance(atom, jexc.Literal)}
         self._last |= {atom: math.inf for atom in outputs if not isinstance(atom, jexc.Literal)}
+        # An input that comes back as it is keeps its name.
+        self._last |= {self._names[name]: math.inf for name in results if isinstance(name, str)}
         self._equations(eqns)
         own = [self._result(outputs, place, at) for at, place in enumerate(results)]
         return {**table, "rows": tuple(self._rows), "results": tuple(own)}

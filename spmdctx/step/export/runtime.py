@@ -62,7 +62,7 @@ class Parallel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step."""
         leaves, jitted, result = self._prepared(args, kwargs)
-        return jax.tree.unflatten(result, jitted(*map(_placed, leaves, self.in_shardings)))
+        return filled(result, jitted(*map(_placed, leaves, self.in_shardings)))
 
     def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """Lowers the step, which then takes its arguments as flat leaves; arguments may be abstract."""
@@ -73,16 +73,17 @@ class Parallel:
 
     def _prepared(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
         paths, tree = jax.tree_util.tree_flatten_with_path((args, kwargs))
-        leaves = [leaf for _, leaf in paths]
-        if tree not in self._known:
-            for place, (path, leaf) in enumerate(paths):
+        arrays = [(path, leaf) for path, leaf in paths if not callable(leaf)]
+        leaves, key = [leaf for _, leaf in arrays], (tree, functions([leaf for _, leaf in paths]))
+        if key not in self._known:
+            for place, (path, leaf) in enumerate(arrays):
                 _check_leaf(place, _name(path), leaf)
             if len(leaves) != len(INPUTS):
                 raise ValueError(f"The step that was exported takes {len(INPUTS)} arrays, and not {len(leaves)}.")
-            closed, result = traced(self.step, leaves, tree, TRACED_ON)
+            closed, result = traced(self.step, leaves, key, TRACED_ON)
             program = jexc.jaxpr_as_fun(rewritten(closed, self.mesh))
-            self._known[tree] = self._jitted(program), result
-        return leaves, *self._known[tree]
+            self._known[key] = self._jitted(program), result
+        return leaves, *self._known[key]
 
     def _jitted(self, program: Any) -> Any:
         return jax.jit(
@@ -122,15 +123,28 @@ def type_text(aval: Any) -> str:
     return f"{aval.dtype}[{','.join(map(str, aval.shape))}]" if hasattr(aval, "shape") else str(aval)
 
 
-def traced(step: Any, leaves: Any, tree: Any, axes: Any) -> tuple[Any, Any]:
+def functions(leaves: Any) -> Any:
+    """Returns the functions among the leaves of a tree, by their places, such as the activations of a module."""
+    return tuple((place, leaf) for place, leaf in enumerate(leaves) if callable(leaf))
+
+
+def filled(form: Any, arrays: Any) -> Any:
+    """Returns a tree with arrays in it; its form is its structure and its functions."""
+    leaves = list(arrays)
+    for place, function in form[1]:
+        leaves.insert(place, function)
+    return jax.tree.unflatten(form[0], leaves)
+
+
+def traced(step: Any, leaves: Any, form: Any, axes: Any) -> tuple[Any, Any]:
     """Returns the step as a closed jaxpr of flat leaves, and its result's structure; `axes` are those of the mesh that is set."""
     results: list[Any] = []
 
     def flat(*own: Any) -> Any:
-        args, kwargs = jax.tree.unflatten(tree, own)
+        args, kwargs = filled(form, own)
         found, result = jax.tree.flatten(step(*args, **kwargs))
-        results.append(result)
-        return found
+        results.append((result, functions(found)))
+        return [leaf for leaf in found if not callable(leaf)]
 
     if not axes:
         return jax.make_jaxpr(flat)(*leaves), results[0]
@@ -155,7 +169,7 @@ HELD = {
     "custom_vmap_call": ("call",),
     "linear_call": ("callee",),
 }
-RENAMING = frozenset({"sharding_constraint", "reshard"})
+RENAMING = frozenset({"sharding_constraint", "reshard", "spmdctx_shard"})  # the last is the mark of shard(), if a step has any
 
 
 class Numbered:
@@ -209,14 +223,24 @@ def bodies(eqn: Any) -> list[tuple[str, int, Any]]:
 
 
 def digest(numbered: Numbered) -> str:
-    """Returns a digest of a body: primitives, who reads what, types, and the same of the bodies inside."""
+    """Returns a digest of a body: primitives with plain parameters, who reads what, types, and the same of the bodies inside."""
     rows = [type_text(var.aval) for var in numbered.inputs.values()]
     for eqn, operands, _ in numbered.lines:
         read = [name if isinstance(name, str) else type_text(name.aval) for name in operands]
         rows += [eqn.primitive.name, *read, *[type_text(var.aval) for var in eqn.outvars]]
+        rows += [f"{name}={_plain(value)}" for name, value in sorted(eqn.params.items()) if name != "name"]
         rows += [digest(Numbered(body)) for _, _, body in bodies(eqn)]
     rows += [name if isinstance(name, str) else type_text(name.aval) for name in numbered.results]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> str:
+    """Returns the text of a number, a word, a type or a tuple of them; other parameters have none."""
+    if isinstance(value, (tuple, list)):
+        return f"({','.join(map(_plain, value))})"
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return repr(value)
+    return str(getattr(value, "name", "")) if hasattr(value, "itemsize") or hasattr(value, "value") else ""
 
 
 def rewritten(closed: Any, placed: Any) -> Any:

@@ -35,6 +35,9 @@ from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted
+from spmdctx.wording.phases import log_of
+
+_LOG = log_of("plan")
 
 
 class _Program:
@@ -78,6 +81,7 @@ class PipelinedEntry(Entry):
         if saved is not None:
             return saved
         stages, scheduler = settings.context.pipeline_stages, scheduler_of(settings.context)
+        _LOG.info("%s is planned as a pipeline for %s.", self.captured.name, counted(settings.num_devices, "device"))
         return plan_pipeline(
             self._step,
             settings,
@@ -89,6 +93,7 @@ class PipelinedEntry(Entry):
     @cached_property
     def planned(self) -> Any:
         """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
+        _LOG.info("%s was planned: %s.", self.captured.name, self._plan.summary)
         save_pipeline(self._plan, self.environment.settings)
         return self.pipeline
 

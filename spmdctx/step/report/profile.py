@@ -18,7 +18,7 @@ from spmdctx.errors import PlanError
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.show.terminal import plain_text
 from spmdctx.step.report.calls import Calls, drain
-from spmdctx.step.report.rows import Named, ProfileRow, joined, planned_rows
+from spmdctx.step.report.rows import Named, ProfileRow, RowKind, joined, planned_rows
 from spmdctx.step.report.trace import read_events, spent, traces_in
 from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.reports import Report
@@ -26,8 +26,14 @@ from spmdctx.wording.reports import Report
 _MOST_ROWS = 24
 
 
+def _no_calls() -> Calls | None:
+    return None
+
+
 class Profile(Report):
     """Where the devices' time of a step went: a context that traces the calls inside, and afterwards their report.
+
+    It ends with a PlanError if the step was not called inside.
 
     Attributes:
         folder: where JAX's own trace lies, for TensorBoard's profiler or xprof.
@@ -51,6 +57,10 @@ class Profile(Report):
         self._calls = calls
         self._before: tuple[Calls | None, int] = (None, 0)
         self._traces: set[Path] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The report goes into another process, the step does not.
+        return {**self.__dict__, "_calls": _no_calls, "_before": (None, 0)}
 
     def __enter__(self) -> Self:
         before = self._calls()
@@ -78,8 +88,10 @@ class Profile(Report):
         self.name = entry.captured.name
         events = [event for path in sorted(traces_in(self.folder) - self._traces) for event in read_events(path)]
         self.num_devices = len({event.device for event in events})
+        planned: dict[tuple[RowKind, str], float] = {}
+        names: dict[tuple[RowKind, str], str] = {}
         if type(entry.plan) is not Plan:
-            named, planned, names = Named(read_module(""), "", entry.plan.logical_mesh), {}, {}
+            named = Named(read_module(""), "", entry.plan.logical_mesh)
             self.planned_s = getattr(entry.plan, "step_s", entry.plan.cost.total_s)
             self.notes = ("Only steps of one program on one mesh have their rows beside the plan's.",)
         else:

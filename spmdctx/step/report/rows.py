@@ -167,7 +167,7 @@ def joined(
     own: dict[_Key, list[float]] = {}
     for (module, op), one in measured.items():
         sums = own.setdefault(named.row(module, op), [0.0, 0.0, 0.0])
-        for place, figure in enumerate((one.own_s, one.behind_s, one.count)):
+        for place, figure in enumerate((one.own_s, one.behind_s, one.runs)):
             sums[place] += figure / runs
     rows = []
     for key in dict.fromkeys((*own, *planned)):

@@ -35,7 +35,7 @@ class Spent(NamedTuple):
 
     own_s: float
     behind_s: float
-    count: int
+    runs: int
 
 
 def traces_in(folder: Path) -> set[Path]:

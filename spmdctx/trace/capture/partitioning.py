@@ -136,7 +136,7 @@ def variable_names(variable: Any) -> PartitionNames | None:
     """Returns the names of each dimension in an nnx variable's metadata, or None if it has none.
 
     Raises:
-        StrategyError: a mesh axis for two dimensions.
+        StrategyError: rules that give two dimensions one mesh axis.
     """
     shape = getattr(variable.get_raw_value(), "shape", None)
     if shape is None:
@@ -150,11 +150,11 @@ def variable_names(variable: Any) -> PartitionNames | None:
         _note(given, names or ())
     axes = [axis for dim in names or () if dim is not None for axis in ((dim,) if isinstance(dim, str) else dim)]
     twice = sorted({axis for axis in axes if axes.count(axis) > 1})
-    if twice:
+    if twice and reader is not None:
         raise StrategyError(
-            "The metadata of a variable split two of its dimensions over one mesh axis.",
+            "By the rules, two dimensions of a variable are split over one mesh axis.",
             got=f"{tuple(given or names or ())} of shape {tuple(shape)}: {', '.join(twice)} twice",
-            fix="give one of the names another axis or None in rules=, or in nnx's logical_axis_rules",
+            fix="give one of the names another axis, or None, in rules=",
         )
     return names
 

@@ -74,6 +74,21 @@ def test_dims_of_one_element_may_stand_anywhere():
     assert not reads_of(program_of(heads_inside, (1, HEADS, 1, WIDTH), (STEPS, 1, 1, HEADS, WIDTH)))[1].is_copied
 
 
+def test_what_a_loop_stacks_up_is_there_before_it_is_added():
+    def fn(x, total):
+        return total + jax.lax.scan(lambda x, _: (jnp.sin(x), jnp.cos(x)), x, None, length=STEPS)[1]
+
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones((SEQ, WIDTH)), jnp.ones((STEPS, SEQ, WIDTH)))
+    program = build(jaxpr, [Argument("", Role.ARGUMENT)] * 2)
+    graph = program.graph
+    (stack,) = [op.results[0] for op in graph.ops if op.primitive == "scan.exit"]
+    first, last = graph.ops[0].id, graph.producers[graph.outputs[0]]
+    on_gpu = step_memory(graph, program.scopes, delays_gradients=True, fuses_into_products=False).lives
+    (life,) = [life for life in on_gpu if life.value == stack]
+    assert (life.start, life.end) in ((first, last), (first, last - 1))
+    assert stack not in {life.value for life in step_memory(graph, program.scopes, fuses_into_products=False).lives}
+
+
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_spread_constant_enters_a_loop_from_memory_on_one_device(is_split):
     def fn(x):

@@ -36,9 +36,10 @@ def exported(plan, folder):
     return names
 
 
+SMALL = {"parallel_mode": "auto_parallel", "search_mode": "recursive_programming", "memory_bytes": 250_000}
 OPTIONS = [
     {"parallel_mode": "auto_parallel"},
-    {"parallel_mode": "auto_parallel", "memory_bytes": 250_000},
+    SMALL,
     {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True},
     {"parallel_mode": "semi_auto_parallel", "mesh": {"rows": 2, "columns": 4}},
 ]
@@ -57,7 +58,7 @@ def test_flax_resolves_the_rules_to_the_plans_shardings(tmp_path, options):
 
 
 def test_the_rules_are_pins_that_give_the_same_parameters(tmp_path):
-    plan = planned(parallel_mode="auto_parallel", memory_bytes=250_000)
+    plan = planned(**SMALL)
     names = exported(plan, tmp_path)
     boxed = {
         name: nn.LogicallyPartitioned(PARAMS[name], names=names["PARAMETER_AXES"][path])

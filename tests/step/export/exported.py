@@ -66,8 +66,9 @@ def _are_equal(one: Case, split: Any, args: Any, exported: Any, given: Any) -> b
     result = split(*args)
     wanted = (nnx.state(args[:2]), result) if one.flavor == "nnx" else result
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    return all(np.array_equal(_bits(left), _bits(right), equal_nan=True) for left, right in pairs)
+    return all(np.array_equal(bits(left), bits(right), equal_nan=True) for left, right in pairs)
 
 
-def _bits(leaf: Any) -> np.ndarray:
+def bits(leaf: Any) -> np.ndarray:
+    """A leaf as numbers, also that of a random key."""
     return np.asarray(jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)

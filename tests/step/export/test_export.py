@@ -10,13 +10,15 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax import lax
 
 import spmdctx
 from spmdctx.errors import ContextError, PlanError, UnsupportedError
 from tests.audit.compile_only import need_gpu, need_tpu
-from tests.step.export.exported import collectives, compared, loaded
+from tests.step.export.exported import as_pytrees, bits, collectives, compared, loaded
 from tests.zoo import case
 
 
@@ -36,6 +38,10 @@ def chain(params, x):
     for name in sorted(params):
         x = jnp.tanh(x @ params[name])
     return jnp.mean(x**2)
+
+
+def marked(params, x):
+    return jnp.mean(spmdctx.shard(lambda x, w: jnp.tanh(x @ w), in_strategy=((2, 1), (1, 4)))(x, params["w0"]) ** 2)
 
 
 def scanned(params, x):
@@ -65,6 +71,7 @@ def ranked(params, x):
 PARAMS, X = {"w": weights(4, 64, 64)}, weights(32, 64)
 CHAIN = {f"w{place}": weights(64, 64, seed=place) for place in range(3)}
 IGNORED = pytest.mark.filterwarnings("ignore:Buckets of gradients have no effect")
+UNMARKED = pytest.mark.filterwarnings("ignore:shard")
 QUICK = {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
 
 
@@ -94,6 +101,7 @@ def test_it_compiles_the_same_for_tpu_and_gpu(tmp_path, make, topology):
         pytest.param(recurrent, {"w": weights(64, 64), "u": weights(64, 64)}, {}, id="loop-sums"),
         pytest.param(chain, CHAIN, {"parallel_mode": "data_parallel", "all_reduce_fusion_config": [1]}, marks=IGNORED, id="buckets"),
         pytest.param(chain, CHAIN, {"parallel_mode": "semi_auto_parallel", "enable_parallel_optimizer": True}, id="optimizer"),
+        pytest.param(marked, CHAIN, {"parallel_mode": "semi_auto_parallel"}, marks=UNMARKED, id="marks"),
         pytest.param(chain, CHAIN, {"mesh": {"rows": 2, "columns": 4}}, id="mesh"),
     ],
 )
@@ -192,11 +200,27 @@ def one_more_product(params, x):
     return chain(params, x @ params["w0"])
 
 
-@pytest.mark.parametrize("other", [changed_activation, one_more_product])
+def transposed(params, x):
+    """The same equations and shapes with other parameters."""
+    for name in sorted(params):
+        x = jnp.tanh(lax.dot_general(x, params[name], (((1,), (1,)), ((), ()))))
+    return jnp.mean(x**2)
+
+
+@pytest.mark.parametrize("other", [changed_activation, one_more_product, transposed])
 def test_another_step_is_refused(tmp_path, other):
     spmdctx.parallel(descending(chain), **QUICK).plan(CHAIN, X).export("jax", tmp_path / "m.py")
     with pytest.raises(ValueError, match=r"not the one that was exported: (equation|it has other equations)"):
         loaded(tmp_path / "m.py")["parallel"](descending(other))(CHAIN, X)
+
+
+def test_other_numbers_in_a_step_are_none_of_its_form(tmp_path):
+    def step(rate):
+        return lambda params, x: (jax.tree.map(lambda own: own * rate, params), chain(params, x))
+
+    spmdctx.parallel(step(0.9), **QUICK).plan(CHAIN, X).export("jax", tmp_path / "m.py")
+    found, _ = loaded(tmp_path / "m.py")["parallel"](step(0.5))(CHAIN, X)
+    np.testing.assert_array_equal(found["w0"], CHAIN["w0"] * 0.5)
 
 
 @pytest.mark.parametrize("args", [(CHAIN, X[:16]), ({**CHAIN, "w3": CHAIN["w0"]}, X), (CHAIN, X.astype(jnp.bfloat16))])
@@ -232,6 +256,109 @@ def test_the_examples_of_the_page_run(tmp_path, monkeypatch):
     for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
         exec(compile(block, "export.md", "exec"), names)
     assert dict(names["exported"].AXES) == names["rules"].MESH
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Module:
+    """A module whose activation is a leaf, as in Equinox."""
+
+    def __init__(self, weight, activation):
+        self.weight, self.activation = weight, activation
+
+    def tree_flatten_with_keys(self):
+        return [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in ("activation", "weight")], None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(leaves[1], leaves[0])
+
+
+def test_functions_in_modules_are_arguments_too(tmp_path):
+    def step(modules, x):
+        for module in modules:
+            x = module.activation(x @ module.weight)
+        return [Module(module.weight * 0.9, module.activation) for module in modules], jnp.mean(x)
+
+    modules = [Module(CHAIN["w0"], jnp.tanh), Module(CHAIN["w1"], jnp.sin)]
+    split = spmdctx.parallel(step, **QUICK)
+    split.plan(modules, X).export("jax", tmp_path / "m.py")
+    exported = loaded(tmp_path / "m.py")["parallel"](step)
+    found, wanted = exported(modules, X), split(modules, X)
+    assert [module.activation for module in found[0]] == [jnp.tanh, jnp.sin]
+    np.testing.assert_array_equal(found[0][1].weight, wanted[0][1].weight)
+    np.testing.assert_array_equal(found[1], wanted[1])
+    with pytest.raises(ValueError, match="not the one that was exported"):
+        exported([Module(CHAIN["w0"], jnp.tanh), Module(CHAIN["w1"], jnp.cos)], X)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(64, 64, rngs=rngs) for _ in range(11)])
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jnp.tanh(layer(x))
+        return jnp.mean(self.dropout(x) ** 2)
+
+    def train(self, optimizer, x):
+        value, grads = nnx.value_and_grad(lambda model: model(x))(self)
+        optimizer.update(self, grads)
+        return value
+
+
+def test_a_method_of_a_module_becomes_a_function_of_its_state(tmp_path):
+    model = Layer(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    split = spmdctx.parallel(model.train, donate_argnums=0, **QUICK)
+    split.plan(optimizer, X).export("jax", tmp_path / "m.py")
+    module = loaded(tmp_path / "m.py")
+    assert "nnx.split((self, optimizer))" in module["__doc__"]
+    functional, args = as_pytrees(Layer.train, (model, optimizer, X), 2)
+    exported = module["parallel"](functional)
+    state, _ = exported(*jax.tree.map(jnp.copy, args))
+    state, value = exported(state, X)
+    split(optimizer, X)
+    np.testing.assert_array_equal(value, split(optimizer, X))
+    wanted = nnx.state((model, optimizer))
+    for found, other in zip(jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_array_equal(bits(found), bits(other))
+
+
+def test_state_that_a_step_only_reads_comes_back_as_it_is(tmp_path):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    model.kernel.set_metadata(out_sharding=("a", "b"))
+
+    def evaluate(model, x):
+        return nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)[0]
+
+    options = {"mesh": {"rows": 2, "columns": 4}, "rules": {"a": "rows", "b": "columns"}}
+    split = spmdctx.parallel(evaluate, **QUICK, **options)
+    plan = split.plan(model, X)
+    plan.export("jax", tmp_path / "m.py")
+    functional, args = as_pytrees(evaluate, (model, X), 1)
+    exported = loaded(tmp_path / "m.py")["parallel"](functional)
+    assert collectives(exported.lower(*args).compile(), plan) == collectives(split.lower(model, X).compile(), plan)
+    state, value = exported(*args)
+    np.testing.assert_array_equal(value, split(model, X))
+    assert jax.tree.leaves(state)[1].sharding.spec == jax.P("rows", "columns")
+
+
+def test_nnx_objects_that_a_module_cannot_hand_back_are_named(tmp_path):
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    with pytest.raises(UnsupportedError, match="inside of other arguments"):
+        spmdctx.parallel(lambda models, x: models[0](x), **QUICK).plan((model,), X).export("jax", tmp_path / "m.py")
+    with pytest.raises(UnsupportedError, match="makes nnx objects"):
+        spmdctx.parallel(lambda model, x: (nnx.clone(model), model(x)), **QUICK).plan(model, X).export("jax", tmp_path / "m.py")
+
+
+def test_a_plan_for_more_devices_than_are_there_is_exported(tmp_path):
+    plan = spmdctx.plan(descending(chain), CHAIN, jnp.ones((128, 64)), device_num=64, topology="tpu-v5p", **QUICK)
+    plan.export("jax", tmp_path / "m.py")
+    module = loaded(tmp_path / "m.py")
+    assert module["AXES"] == plan.mesh
+    with pytest.raises(ValueError, match="needs 64 devices"):
+        module["parallel"](descending(chain))
 
 
 def test_static_arguments_are_bound_first(tmp_path):

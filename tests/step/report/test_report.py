@@ -129,7 +129,7 @@ def test_tokens_are_counted_of_batches_of_whole_numbers():
     assert found.tokens_per_s == pytest.approx(24 * found.samples_per_s)
 
 
-def test_a_pipeline_reports_its_own_plan():
+def test_a_pipeline_reports_its_own_plan(tmp_path):
     def layered(weights, batch):
         def of(weights, x, y):
             for w in weights:
@@ -148,6 +148,12 @@ def test_a_pipeline_reports_its_own_plan():
     found = step.report()
     assert found.planned_step_s == step.plan(weights, batch_of()).step_s
     assert found.flops == (4 + 3 + 4) * 2 * ROWS * WIDTH * WIDTH
+    with step.profile(tmp_path) as profile:
+        jax.block_until_ready(step(weights, batch_of()))
+    assert {row.planned_s for row in profile.rows} == {None}
+    assert all(row.what.startswith("other programs (jit_") for row in profile.rows)
+    assert sum(row.measured_s for row in profile.rows) == pytest.approx(profile.busy_s)
+    assert profile.notes
 
 
 def test_a_report_is_plain_data_and_a_table():

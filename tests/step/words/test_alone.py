@@ -3,10 +3,12 @@
 from types import SimpleNamespace
 
 import jax.numpy as jnp
+import optax
 import pytest
 
 import spmdctx
 from spmdctx.step.words.alone import faster_alone
+from tests.server import cases
 
 GPUS = (SimpleNamespace(platform="gpu"),)
 
@@ -39,3 +41,11 @@ def test_a_small_step_is_faster_alone():
 )
 def test_other_steps_are_not_warned_of(width, rows, devices, options):
     assert warned(width, rows, devices, **options) == ()
+
+
+def test_steps_on_servers_are_not_warned_of():
+    tx = optax.sgd(0.1)
+    step = cases.served(cases.step_of(tx), 2, 4, topology="h100")
+    step.plan(cases.state_of(tx), cases.batch())
+    entry = step._last.entry
+    assert faster_alone(entry.planned, entry.captured, entry.environment.settings, GPUS) == ()

@@ -10,36 +10,43 @@ Seen in: CUDA plugin 0.10.2 for H100: stages of recomputed decoders, 192 feature
 Switch: none: a property of compilers that follows from other switches
 Priced by: machine.xla.schedule, for cost.memory.lives
 Written or prevented by: nothing
-Checked by: tests/machine/xla/test_late_branches.py
+Checked by: tests/machine/xla/test_late_branches.py, tests/lowering/test_stage_peaks.py
 """
 
 from __future__ import annotations
 
 from spmdctx.ir.analysis.kinds import op_kinds, ops_of
-from spmdctx.ir.graph import LITERAL, Graph
+from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import HEAVY
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.overlap import overlap_candidates
 
 
 def late_branches(graph: Graph) -> dict[int, int]:
-    """Returns when products run that read a value which another product on the way to more products reads, too, if that is later.
+    """Returns when products run that stand beside another product which reads a value of theirs, too, if that is later than traced.
 
     Args:
         graph: the step, which runs on more than one device.
     """
     terminal = overlap_candidates(graph).terminal
-    needed = [op for op in ops_of(graph, HEAVY) if not all(map(terminal.__getitem__, op.results))]
-    count: dict[int, int] = {}
-    for op in needed:
-        for value in {value for value in op.operands if value != LITERAL}:
-            count[value] = count.get(value, 0) + 1
-    shared = [op for op in needed if any(count.get(value, 0) > 1 for value in op.operands)]
-    if not shared:
+    readers: dict[int, list[Op]] = {}
+    for op in ops_of(graph, HEAVY):
+        if not all(map(terminal.__getitem__, op.results)):
+            for value in {value for value in op.operands if value != LITERAL}:
+                readers.setdefault(value, []).append(op)
+    forks = [ops for ops in readers.values() if len(ops) > 1]
+    if not forks:
         return {}
     read = _first_reads(graph)
-    when = {op.id: min((read[value] for value in op.results), default=op.id) for op in shared}
-    return {op: time for op, time in when.items() if op < time < len(graph.ops)}
+    found: dict[int, int] = {}
+    for ops in forks:
+        when = [min(read[value] for value in op.results) for op in ops]
+        for place, (op, time) in enumerate(zip(ops, when, strict=True)):
+            # Branches are side by side if nothing has read the result of the product before when the one behind runs.
+            before, behind = place and when[place - 1] > op.id, place + 1 < len(ops) and ops[place + 1].id < time
+            if op.id < time < len(graph.ops) and (before or behind):
+                found[op.id] = time
+    return found
 
 
 def _first_reads(graph: Graph) -> list[int]:

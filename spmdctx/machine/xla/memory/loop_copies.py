@@ -1,15 +1,15 @@
-"""XLA on GPU copies what a loop reads: slices for matrix products, stacks in another layout, and spread constants.
+"""XLA on GPU keeps more in memory around loops: slices for matrix products, stacks in another layout, spread constants.
 
 What XLA does: a library or kernel computes a matrix product from memory to memory, so that an iteration's slice of a stack is written
     before the product that reads it. A product finds the dims of its batch outermost. If they are not so in a stack, XLA gives the whole
     stack another layout, and copies it before the first iteration. What enters a loop on one device is in memory, also one number that was
-    spread over a tensor; for several devices it is made in the loop.
-Seen in: CUDA plugin 0.10.2 for H100: backward passes of scanned decoders hold transposed queries, keys and values of all layers, and the
-    slices that their products read; planned peaks of stages were 0.76 to 0.89 of compiled ones (benchmarks/RESULTS.md).
+    spread over a tensor; for several devices it is made in the loop. What a loop stacks up is in memory before a sum of gradients takes it.
+Seen in: CUDA plugin 0.10.2 for H100: backward passes of scanned decoders hold transposed queries, keys and values of all layers, the slices
+    that their products read, and stacks of gradients; planned peaks of stages were 0.76 to 0.89 of compiled ones without these.
 Switch: none: a property of compilers that follows from other switches
-Priced by: cost.memory.lives
+Priced by: cost.memory.lives, cost.memory.loops
 Written or prevented by: nothing
-Checked by: tests/machine/xla/test_loop_copies.py
+Checked by: tests/machine/xla/test_loop_copies.py, tests/lowering/test_stage_peaks.py
 """
 
 from __future__ import annotations

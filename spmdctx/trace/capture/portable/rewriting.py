@@ -35,12 +35,16 @@ class Rewriting:
         self._concerned = CONTROL_FLOW | handlers.keys()
         # By identity; what is replaced is kept alive with what replaces it.
         self._known: dict[int, tuple[Any, Any]] = {}
+        self._closed: dict[int, tuple[jexc.ClosedJaxpr, jexc.ClosedJaxpr]] = {}
         self._contexts: dict[int, tuple[Any, Any]] = {}
 
     def closed(self, closed: jexc.ClosedJaxpr) -> jexc.ClosedJaxpr:
-        """Returns the rewritten program, or the program itself if nothing in it changes."""
-        jaxpr = self.jaxpr(closed.jaxpr)
-        return closed if jaxpr is closed.jaxpr else jexc.ClosedJaxpr(jaxpr, closed.consts)
+        """Returns the rewritten program, or the program itself if nothing in it changes; one that is used twice stays one."""
+        if id(closed) not in self._closed:
+            jaxpr = self.jaxpr(closed.jaxpr)
+            same = jaxpr is closed.jaxpr
+            self._closed[id(closed)] = closed, closed if same else jexc.ClosedJaxpr(jaxpr, closed.consts)
+        return self._closed[id(closed)][1]
 
     def jaxpr(self, jaxpr: jexc.Jaxpr) -> jexc.Jaxpr:
         """Returns the rewritten body, or the body itself if nothing in it changes; a body that is used twice stays one."""

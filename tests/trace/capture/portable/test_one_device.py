@@ -28,7 +28,7 @@ def mesh(*names, kind=AxisType.Auto):
 
 
 ONE = mesh("data", "model")
-ABSTRACT = AbstractMesh((1, 1), ("data", "model"))
+ABSTRACT = AbstractMesh((1, 1), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def step(constrain, w, x):

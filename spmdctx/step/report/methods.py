@@ -1,0 +1,32 @@
+"""`report` and `profile` of a step: what its calls took."""
+
+from __future__ import annotations
+
+import os
+
+from spmdctx.step.report.calls import Calls
+from spmdctx.step.report.profile import Profile
+from spmdctx.step.report.report import StepReport, report_of
+
+
+class MeasuredMethods:
+    """What can be asked of a step that was called."""
+
+    _calls: Calls | None = None
+
+    def report(self) -> StepReport:
+        """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.
+
+        Waits until the devices have run what was queued.
+
+        Raises:
+            PlanError: the step was not called.
+        """
+        return report_of(self._calls)
+
+    def profile(self, folder: str | os.PathLike[str]) -> Profile:
+        """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
+
+        At its end it raises a PlanError if the step was not called inside.
+        """
+        return Profile(folder, lambda: self._calls)

@@ -1,0 +1,30 @@
+"""The planned peaks of a pipeline's stages are those that the compiler for GPU assigns, on one device for each stage and on two."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmdctx
+from tests.audit.compile_only import need_gpu
+from tests.pipeline.losses import decoder, loss
+
+
+def step(params, batch, *, remat):
+    gradients = spmdctx.grad(partial(loss, remat=remat))(params, batch)
+    return jax.tree.map(lambda own, gradient: own - 0.1 * gradient, params, gradients)
+
+
+@pytest.mark.parametrize(("devices", "stacked", "remat", "times", "length"), [(4, False, True, 8, 1024), (2, True, False, 16, 128)])
+def test_compiled_peaks_of_stages_are_the_planned_ones(devices, stacked, remat, times, length):
+    options = {"parallel_mode": "auto_parallel", "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
+    run = spmdctx.parallel(partial(step, remat=remat), devices=need_gpu(devices), **options)
+    size = 2**13 // length
+    args = jax.eval_shape(
+        lambda: (decoder(jax.random.key(0), 2, tied=False, stacked=stacked, times=times), (jnp.zeros((size, length), int),) * 2)
+    )
+    lowered, stage = run.lower(*args), run.plan(*args).stages[0]
+    memory = lowered["backward0"].compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert stage.memory_bytes == pytest.approx(stage.live_bytes["backward0"] + beside, rel=0.12)
