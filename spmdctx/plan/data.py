@@ -30,6 +30,7 @@ class PeakForm(Enum):
 
     OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
     OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
+    WOULD_FIT = "{option} would let the step fit: its peak would be {peak} instead of {now}, and a step would take {seconds}{why}."
     OTHER_THAN_SAVED = "The predicted peak is {peak} per device, and not {saved} as in the strategy file: {why}."
 
 

@@ -157,7 +157,8 @@ class Plan(PlanData):
                 got=f"a plan of parallel_mode {self.mode!r} on {counted(self.logical_mesh.num_devices, 'device')}",
                 fix="plan the step again in auto_parallel on several devices, and certify that plan",
             )
-        return replace(self.certifier(), exporter=self.exporter)
+        certified = self.certifier()
+        return certified if self.exporter is None else replace(certified, exporter=self.exporter)
 
     def pareto(
         self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = (), *, progress: Progress | None = None

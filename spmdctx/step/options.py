@@ -35,6 +35,7 @@ class ParallelOptions(ContextOptions, total=False):
     max_mesh_axes: int | None
     strict: bool
     layerwise_parallel: str | Sequence[str]
+    rules: Mapping[str, str | Sequence[str] | None] | Sequence[tuple[str, str | Sequence[str] | None]]
     batch_argnums: int | Sequence[int]
     batch_argnames: str | Iterable[str]
     static_argnums: int | Sequence[int]

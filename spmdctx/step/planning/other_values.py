@@ -19,6 +19,7 @@ from spmdctx.ir.analysis.carried import carried_inputs
 from spmdctx.ir.collective import LOSS_REDUCTION, Collective
 from spmdctx.ir.graph import LOW, Graph
 from spmdctx.machine.topology import Preferences, as_asked
+from spmdctx.plan.data import PeakForm, PeakNote
 from spmdctx.search.optimizer.asked import optimizer_sharding
 from spmdctx.search.select import search
 from spmdctx.search.setup.request import Setup
@@ -64,22 +65,17 @@ class Decision:
         """The collectives that the user's own code holds."""
         return written_collectives(self.program, self.setup.parts)
 
-    def is_faster(self, other_s: float) -> bool:
-        """Whether another plan's seconds are worth a word."""
-        return self.bill.total_s - other_s > _WORTH_A_WORD * self.bill.total_s
-
-    def gain(self, other: Bill) -> str:
-        """Returns in words what another plan is better at, or an empty string."""
+    def notes(self, option: str, other: Bill, why: str = "", least: str = "") -> Iterator[str]:
+        """Yields what a plan with another value of an option is better at, if that is worth a word."""
+        seconds, why = seconds_text(other.total_s), f": {why}" if why else ""
         if not self.fits and other.memory_bytes <= self.limit_bytes:
-            peak = f"its peak would be {bytes_text(other.memory_bytes)} instead of {bytes_text(self.bill.memory_bytes)}"
-            return f"would let the step fit: {peak}, and a step would take {seconds_text(other.total_s)}"
-        is_over = other.memory_bytes > max(self.limit_bytes, self.bill.memory_bytes)
-        return "" if is_over or not self.is_faster(other.total_s) else f"would make a step {self.faster(other.total_s)}"
-
-    def faster(self, other_s: float) -> str:
-        """Returns in words by how much another plan is faster."""
-        share = 1 - other_s / self.bill.total_s
-        return f"{100 * share:.1f} % faster ({seconds_text(other_s)} instead of {seconds_text(self.bill.total_s)})"
+            peaks = {"peak": bytes_text(other.memory_bytes), "now": bytes_text(self.bill.memory_bytes)}
+            yield PeakNote(PeakForm.WOULD_FIT, option=option, seconds=seconds, why=why, **peaks)
+        elif other.memory_bytes <= max(self.limit_bytes, self.bill.memory_bytes):
+            share = 1 - other.total_s / self.bill.total_s if self.bill.total_s else 0.0
+            if share > _WORTH_A_WORD:
+                now = seconds_text(self.bill.total_s)
+                yield f"{option} would make a step {least}{100 * share:.1f} % faster ({seconds} instead of {now}){why}."
 
 
 def other_values(decision: Decision) -> list[str]:
@@ -95,9 +91,8 @@ def _all_to_all(decision: Decision) -> Iterator[str]:
     machine = decision.settings.topology
     if machine.preferences.allows_all_to_all:
         return
-    gain = decision.gain(_priced_on(decision, Preferences(True, machine.preferences.widens_gradients), decision.written))
-    if gain:
-        yield f"enable_alltoall=True {gain}: tensors are moved between dimensions by all-gathers."
+    bill = _priced_on(decision, Preferences(True, machine.preferences.widens_gradients), decision.written)
+    yield from decision.notes("enable_alltoall=True", bill, "tensors are moved between dimensions by all-gathers")
 
 
 def _priced_on(decision: Decision, preferences: Preferences, written: Sequence[Collective]) -> Bill:
@@ -111,11 +106,10 @@ def _own_type(decision: Decision) -> Iterator[str]:
     asked, narrow = decision.settings.topology.preferences, _narrowed(decision.program, decision.written)
     if not asked.widens_gradients or (not decision.directives.widened and narrow == decision.written):
         return
-    gain = decision.gain(_priced_on(decision, Preferences(asked.allows_all_to_all, widens_gradients=False), narrow))
-    if gain:
-        # What a loss of its own writes in float32 on each device is still in the price.
-        gain = gain if narrow == decision.written else gain.replace("a step ", "a step at least ")
-        yield f"gradient_fp32_sync=False {gain}: gradients of low precision are reduced in float32."
+    bill = _priced_on(decision, Preferences(asked.allows_all_to_all, widens_gradients=False), narrow)
+    # What a loss of its own writes in float32 on each device is still in the price.
+    least = "" if narrow == decision.written else "at least "
+    yield from decision.notes("gradient_fp32_sync=False", bill, "gradients of low precision are reduced in float32", least)
 
 
 def _narrowed(program: Program, written: Sequence[Collective]) -> list[Collective]:
@@ -146,9 +140,7 @@ def _unbucketed(decision: Decision) -> Iterator[str]:
         return
     context = replace(decision.settings.context, index_fusion=False, all_reduce_fusion_config=())
     bill, _ = priced(decision.program, decision.assigned, context, decision.written)
-    gain = decision.gain(bill)
-    if gain:
-        yield f"Gradients without buckets {gain}: XLA's combiner would join them."
+    yield from decision.notes("Gradients without buckets", bill, "XLA's combiner would join them")
 
 
 def _parallel_optimizer(decision: Decision) -> Iterator[str]:
@@ -159,9 +151,8 @@ def _parallel_optimizer(decision: Decision) -> Iterator[str]:
     found: list[tuple[float, str]] = []
     for context, said in _larger_levels(settings.context):
         bill = _planned(decision, replace(settings, context=context))
-        gain = decision.gain(bill) if bill is not None else ""
-        if bill is not None and gain:
-            found.append((bill.total_s, f"{said} {gain}."))
+        if bill is not None:
+            found += [(bill.total_s, note) for note in decision.notes(said, bill)]
     if found:
         yield min(found, key=lambda one: one[0])[1]
 
@@ -202,6 +193,5 @@ def _donation(decision: Decision) -> Iterator[str]:
         return
     donating = replace(step, donated=step.donated | carried)
     bill, _ = priced(decision.program, replace(decision.assigned, step=donating), decision.settings.context, decision.written)
-    gain = decision.gain(bill)
-    if gain:
-        yield f"donate_argnums for the state that the step returns {gain}: the old state and the new one are in memory together."
+    why = "the old state and the new one are in memory together"
+    yield from decision.notes("donate_argnums for the state that the step returns", bill, why)

@@ -146,3 +146,14 @@ def test_buckets_that_keep_gradients_waiting_are_priced_without_them():
     notes = said(found, "Gradients without buckets")
     assert bool(notes) == (found.cost.total_s * 0.99 > free.cost.total_s)
     assert not said(free, "Gradients without buckets")
+
+
+def test_a_saved_plan_forgets_what_would_let_it_fit_where_it_fits(tmp_path):
+    args, file = adam_arguments(), tmp_path / "plan.json"
+    budget = plan(adam, *args, donate_argnums=(0, 1)).cost.memory_bytes
+    found = plan(adam, *args, mode="semi_auto_parallel", memory_bytes=budget)
+    assert said(found, "donate_argnums")
+    found.save(file)
+    assert said(spmdctx.Plan.load(file), "donate_argnums")
+    options = {"mode": "semi_auto_parallel", "memory_bytes": budget, "strategy_ckpt_load_file": str(file)}
+    assert not said(plan(adam, *args, donate_argnums=(0, 1), **options), "donate_argnums")
