@@ -71,7 +71,7 @@ class _Cell:
     def __init__(self, text: str) -> None:
         from IPython.display import display
 
-        self._handle: Any = display({"text/plain": text}, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+        self._handle: Any = display({"text/plain": text}, raw=True, display_id=True)
 
     def update(self, text: str) -> None:
         self._handle.update({"text/plain": text}, raw=True)

@@ -39,7 +39,11 @@ def command_parser() -> argparse.ArgumentParser:
     one = add_command(commands, "plan", "plans:plan", "show how a program would be split, and what it would communicate")
     one.add_argument("--save", type=Path, metavar="FILE", help="write the plan as JSON (default: no file)")
     one.add_argument("--html", type=Path, metavar="FILE", help="write the plan as a page (default: no file)")
-    one.add_argument("--export", choices=("jax", "rules"), help="what to write to --out: a module for JAX alone, or logical axis rules")
+    one.add_argument(
+        "--export",
+        choices=("jax", "rules"),
+        help="what to write to --out: a module for JAX alone, or logical axis rules (default: nothing)",
+    )
     one.add_argument("--out", type=Path, metavar="FILE", help="the file for --export (default: no file)")
     add_program_arguments(one)
     one = add_command(commands, "explain", "plans:explain", "say why tensors or ops of a saved plan are split as they are")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -45,8 +46,14 @@ def traces_in(folder: Path) -> set[Path]:
 
 def read_events(path: Path) -> list[Event]:
     """Returns what ran on the devices, from the file of a trace; the small program that waited for the step is left out."""
-    events = []
-    for plane in ProfileData.from_file(str(path)).planes:
+    with warnings.catch_warnings():
+        # In JAX 0.12 the first reading warns of a type without a module; where warnings are errors, that would end the process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return list(_events(ProfileData.from_file(str(path))))
+
+
+def _events(data: ProfileData) -> Iterator[Event]:
+    for plane in data.planes:
         is_device = plane.name.startswith("/device:")
         lines = list(plane.lines)
         own = [line for line in lines if line.name == _OPS] if is_device else []
@@ -58,8 +65,7 @@ def read_events(path: Path) -> list[Event]:
                 if event.duration_ns > 0 and ("hlo_op" in stats or (is_device and (own or "correlation_id" in stats))):
                     device = plane.name if is_device else str(stats.get("device_ordinal", 0))
                     op = str(stats.get("hlo_op") or (_name(event.name) if own else ""))
-                    events.append(Event(device, op, str(stats.get("hlo_module", "")), event.start_ns, event.start_ns + event.duration_ns))
-    return events
+                    yield Event(device, op, str(stats.get("hlo_module", "")), event.start_ns, event.start_ns + event.duration_ns)
 
 
 def _name(text: str) -> str:

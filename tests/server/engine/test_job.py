@@ -9,6 +9,7 @@ import pytest
 import spmdctx
 from spmdctx.cli import launch as command
 from spmdctx.cli.output import Output
+from spmdctx.cli.parser.others import add_launch_arguments
 from spmdctx.errors import CommunicationError
 from spmdctx.server.engine.client import NUM_PARTS, NUM_WORKERS, WORKER
 from spmdctx.server.engine.fleet import Job
@@ -73,7 +74,7 @@ def test_a_temporary_folder_is_kept_only_where_a_job_can_go_on_from_it(monkeypat
 
     monkeypatch.setattr(command, "run_served", run)
     parser = argparse.ArgumentParser()
-    command.add_launch_arguments(parser)
+    add_launch_arguments(parser)
     arguments = parser.parse_args(["--servers", "1", "--workers", "1", "train.py"])
     if outcome is None:
         with pytest.raises(CommunicationError):

@@ -20,7 +20,11 @@ from spmdctx.step.report.rows import Named, RowKind
 from spmdctx.step.report.trace import Event, spent
 
 WIDTH, ROWS = 256, 512
-pytestmark = pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning")
+# JAX 0.12 warns of its own type when a trace is read.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning"),
+    pytest.mark.filterwarnings("ignore:builtin type:DeprecationWarning"),
+]
 
 
 def loss(w, x):

@@ -67,7 +67,7 @@ def test_prices_and_programs_agree_with_trying_everything(block, without_enumera
 @pytest.mark.parametrize("block", range(4))
 def test_frontiers_agree_with_trying_everything(block, monkeypatch):
     monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
-    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.integer_optimum", None)
+    monkeypatch.setattr("spmdctx.search.solver.limited.program.integer_optimum", None)
     for seed in range(25 * block, 25 * block + 25):
         check(random_problem(seed))
 
