@@ -73,6 +73,11 @@ def is_jitted(fn: Any) -> bool:
     return all(hasattr(fn, name) for name in ("__wrapped__", "clear_cache", "trace", "lower"))
 
 
+def is_pmapped(fn: Any) -> bool:
+    """Returns whether `fn` is a function of `jax.pmap`, which is a plain function of JAX's own module."""
+    return str(getattr(fn, "__globals__", {}).get("__name__", "")).startswith("jax._src.pmap")
+
+
 def unwrap_jit(fn: Callable[..., Any]) -> tuple[Callable[..., Any], JitOptions]:
     """Returns the function under `jax.jit` or `nnx.jit` and its options; other functions come back as they are.
 

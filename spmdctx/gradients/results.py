@@ -132,7 +132,8 @@ def _row(result: _Result, call: LossCall, operands: Sequence[Operand], options: 
     raise StrategyError(
         f"The loss gives '{path}', {aval.dtype}{list(aval.shape)}, which differs between {pieces}.",
         where=where,
-        need="floating scalars, arrays with the batch as a dimension, batch statistics, or results that do not depend on the batch",
+        need="floating scalars, arrays with the batch as a dimension, batch statistics (nnx.BatchStat, or below a key 'batch_stats'), or "
+        "results that do not depend on the batch",
         fix="return one of those, or compute it outside of the loss",
     )
 

@@ -387,3 +387,10 @@ def test_metrics_that_go_nowhere_are_bad_usage(capsys: pytest.CaptureFixture[str
         main(["train", "--metrics", "run.csv"])
     assert stopped.value.code == 2
     assert "tensorboard:FOLDER" in capsys.readouterr().err
+
+
+def test_train_takes_no_program_of_the_users_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["train", "--program", "own_program:program"])
+    assert caught.value.code == 2
+    assert "--program" in capsys.readouterr().err

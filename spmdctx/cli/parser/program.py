@@ -32,16 +32,15 @@ _CONTEXT_DEFAULTS = {
 _TARGET_HELP = "cpu, or a compile-only machine: tpu-v5e:2x4, tpu-v5p:2x2x2, tpu-v6e:2x4, h100:8 (default: %(default)s)"
 
 
-def add_program_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments that choose the program and how it is planned."""
+def add_program_arguments(parser: argparse.ArgumentParser, *, only_decoders: bool = False) -> None:
+    """Adds the arguments that choose the program and how it is planned; a command may be for decoders alone."""
     program = parser.add_argument_group("program")
     model = program.add_argument("--model", default="tiny", help=f"decoder to train: {', '.join(DECODERS)} (default: %(default)s)")
     offer(model, DECODERS)
-    program.add_argument(
-        "--program",
-        metavar="MODULE:FUNCTION",
-        help=_PROGRAM_HELP,
-    )
+    if only_decoders:
+        parser.set_defaults(program=None)
+    else:
+        program.add_argument("--program", metavar="MODULE:FUNCTION", help=_PROGRAM_HELP)
     program.add_argument("--layers", type=positive, metavar="N", help="number of layers (default: the model's)")
     program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
     program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")

@@ -12,7 +12,7 @@ from spmdctx.wording.targets import TARGETS
 
 def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `train`."""
-    add_program_arguments(parser)
+    add_program_arguments(parser, only_decoders=True)
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=int, default=120, metavar="N", help="training steps (default: %(default)s)")
     training.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (default: Python's language reference)")

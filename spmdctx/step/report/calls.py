@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -38,6 +39,7 @@ class Calls:
         self.count = 0
         self.first_s = 0.0
         self._starts: deque[float] = deque(maxlen=_MOST_CALLS)
+        self._waited = 0, 0.0
 
     def note(self, start: float) -> None:
         """Counts a call that began at `start`, of `time.perf_counter`, and has just returned."""
@@ -61,8 +63,9 @@ class Calls:
             return None
         interval = statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
         if ended - asked > max(_WAITED * interval, 1e-3):
-            return (ended - starts[0]) / len(starts)
-        return interval
+            self._waited = self.count, (ended - starts[0]) / len(starts)
+        # A second report finds no queue, and its intervals are still those of calls that had not waited.
+        return self._waited[1] if self._waited[0] == self.count else interval
 
 
 @jax.jit
@@ -82,6 +85,9 @@ def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
         return calls
     calls = Calls(entry)
     calls.note(start)
+    # A report would take the compilation of what waits for steps that are still queued.
+    for device in jax.local_devices():
+        _waiter(device)
     if entry not in _HAVE_RUN:
         _HAVE_RUN.add(entry)
         _LOG.info("%s: the first call, with compilation, took %s.", entry.captured.name, seconds_text(calls.first_s))
@@ -97,5 +103,12 @@ def log_compiling(calls: Calls | None, entry: Any) -> None:
 def drain(devices: Sequence[Any]) -> None:
     """Waits until each device has run what was queued before."""
     for device in devices:
-        jax.block_until_ready(spmdctx_waits(jax.device_put(np.float32(0), device)))
+        jax.block_until_ready(_waiter(device)(jax.device_put(np.float32(0), device)))
     jax.effects_barrier()
+
+
+@functools.cache
+def _waiter(device: Any) -> Any:
+    """Returns what waits, compiled for a device."""
+    where = jax.sharding.SingleDeviceSharding(device)
+    return spmdctx_waits.lower(jax.ShapeDtypeStruct((), np.float32, sharding=where)).compile()

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmdctx._compat import JitOptions, unwrap_jit
-from spmdctx.errors import message
+from spmdctx._compat import JitOptions, is_pmapped, unwrap_jit
+from spmdctx.errors import UnsupportedError, message
 from spmdctx.trace.capture.arguments import Names, Parameters, Positions, Selection, parameters_of
 from spmdctx.trace.capture.objects import has_objects
 
@@ -41,10 +41,17 @@ def target_of(
 
     Raises:
         ContextError: a position or name that the function does not have.
+        UnsupportedError: a function of jax.pmap.
         TypeError: `fn` is no function, or a position or name of a wrong type.
     """
     if not callable(fn):
         raise TypeError(message("A step must be a function, a method, or a function of jax.jit or nnx.jit.", got=type(fn).__name__))
+    if is_pmapped(fn):
+        raise UnsupportedError(
+            "The step is a function of jax.pmap, which divides its arguments among the devices itself.",
+            got=f"jax.pmap({getattr(fn, '__name__', type(fn).__name__)})",
+            fix="give the function below it, without pmean and psum over devices, and arrays of the whole batch (docs/migrate/pmap.md)",
+        )
     fn, leading = _unbound(fn)
     fn, jitted = unwrap_jit(fn) if not _is_filter_jit(fn) else _unwrap_filter_jit(fn)
     parameters = parameters_of(fn)

@@ -170,3 +170,36 @@ def test_the_data_sheet_is_what_utilization_refers_to(device, rate):
     machine = PRESETS[device.removesuffix("-measured")]
     fields = {name: getattr(machine, name) for name in machine.__dataclass_fields__}
     assert rated_flops_per_s(Topology(**{**fields, "device": device, "peak_flops_per_s": 1.0})) == rate
+
+
+def test_the_first_report_compiles_nothing_that_it_would_take_for_a_queue():
+    compiled = []
+
+    def listen(name, seconds, **_):
+        if name == "/jax/core/compile/backend_compile_duration":
+            compiled.append(seconds)
+
+    step = ran(3)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        first = step.report()
+        jax.jit(lambda x: x * 3)(1.0)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert len(compiled) == 1  # what the test itself compiles
+    assert step.report().step_s == first.step_s
+
+
+def test_a_second_report_gives_the_seconds_that_the_first_one_waited_for(clock, monkeypatch):
+    calls = called(clock, [0.0, 10.0, 10.5, 11.0])
+
+    def wait(devices):
+        clock[0] += 18.75
+
+    monkeypatch.setattr(calls_module, "drain", wait)
+    assert calls.step_s(()) == (11.25 + 18.75 - 10.0) / 3
+    monkeypatch.setattr(calls_module, "drain", lambda devices: None)
+    assert calls.step_s(()) == (11.25 + 18.75 - 10.0) / 3
+    clock[0] = 40.25
+    calls.note(40.0)
+    assert calls.step_s(()) != (11.25 + 18.75 - 10.0) / 3

@@ -54,6 +54,28 @@ def test_constraints_of_the_user_do_not_bind_the_one_device_run():
     assert parallel(step).verify(jnp.ones((4, 4)), np.ones((8, 4), np.float32)).ok
 
 
+@pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.parametrize("given", ["in_shardings", "out_shardings", "a nested jit"])
+def test_shardings_of_jit_do_not_bind_the_one_device_run(mode, given):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows = jax.NamedSharding(mesh, jax.P("data"))
+
+    def plain(w, x):
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), x.sum()
+
+    def nested(w, x):
+        return plain(w, jax.jit(lambda x: 2 * x, in_shardings=(rows,), out_shardings=rows)(x))
+
+    steps = {
+        "in_shardings": jax.jit(plain, in_shardings=(rows, rows)),
+        "out_shardings": jax.jit(plain, out_shardings=(rows, None)),
+        "a nested jit": nested,
+    }
+    step = spmdctx.parallel(steps[given], parallel_mode=mode, mesh=mesh)
+    report = step.verify(jnp.eye(16), np.ones((16, 16), np.float32))
+    assert report.ok, report
+
+
 def test_a_step_that_solves_equations_is_the_same_on_one_device():
     def step(matrix, right):
         return jnp.linalg.solve(matrix + 10 * jnp.eye(4), right), jnp.linalg.slogdet(matrix)[1]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx._compat import plain_call_params
 from spmdctx.rules.control_flow import with_bodies
 from spmdctx.step.verify.noise.primitives import REPORTS
 
@@ -55,14 +56,21 @@ class Answers:
         self._next.clear()
 
 
+def _without_places(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the parameters of a nested jit that say where it runs, as one without shardings has them."""
+    plain = plain_call_params()
+    places = {name: (plain[name],) * len(params[name]) for name in ("in_shardings", "out_shardings")}
+    return {**places, "ctx_mesh": plain["ctx_mesh"]} if "ctx_mesh" in params else places
+
+
 def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) -> Any:
     """Returns a program without reports to the host, whose other calls with effects may be recorded.
 
     Args:
         jaxpr: open or closed.
         answers: takes what the host answers; None leaves the calls as they are.
-        keep_constraints: False removes sharding constraints, so that the program runs on one device. Bodies of shard_map stay
-            as they are.
+        keep_constraints: False removes sharding constraints and the shardings of nested jits, so that the program runs on one device.
+            Bodies of shard_map stay as they are.
     """
     is_open = isinstance(jaxpr, jexc.Jaxpr)
     body = jaxpr if is_open else jaxpr.jaxpr
@@ -74,6 +82,8 @@ def for_one_run(jaxpr: Any, answers: Answers | None, *, keep_constraints: bool) 
         if eqn.primitive.name == "sharding_constraint" and not keep_constraints:
             return eqn.replace(primitive=jexc.primitives.copy_p, params={})
         params = with_bodies(eqn.params, inner)
+        if "in_shardings" in params and not keep_constraints:
+            params |= _without_places(params)
         if eqn.primitive.name == "io_callback" and answers is not None:
             params["callback"] = answers.recording(params["callback"])
         return eqn.replace(params=params)
