@@ -8,7 +8,7 @@ import jax.extend.core as jexc
 import numpy as np
 
 from spmdctx.rules.control_flow import bodies_of, is_body
-from spmdctx.step.export.listing import dissolved
+from spmdctx.step.export.listing import dissolved, stated
 from spmdctx.step.export.runtime import type_text
 from spmdctx.trace.build.canonical import Canonical
 
@@ -44,7 +44,7 @@ def _difference(one: Any, other: Any, canonical: Canonical) -> str:
 
 def _form(eqn: Any, names: Any, canonical: Canonical) -> Any:
     params = {
-        name: value
+        name: stated(value)
         for name, value in eqn.params.items()
         if not (callable(value) or any(map(is_body, value if isinstance(value, tuple | list) else (value,))))
     }

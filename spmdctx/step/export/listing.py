@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.extend.core as jexc
 import numpy as np
 
@@ -179,7 +180,7 @@ class _Body:
 
     def _new(self, eqn: Any) -> None:
         """Lists an operation that is none of the user's."""
-        params = {name: self._code(value, eqn) for name, value in eqn.params.items()}
+        params = {name: self._code(stated(value), eqn) for name, value in eqn.params.items()}
         names, to = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
         self._bind(to, eqn.outvars)
         self._rows.append(("apply", eqn.primitive.name, names, params, tuple(to)))
@@ -196,7 +197,7 @@ class _Body:
         eqns, results = dissolved(body)
         for number, one in enumerate(eqns):
             to = tuple(f"{number}.{place}" for place in range(len(one.outvars)))
-            own = {name: self._code(value, eqn) for name, value in one.params.items()}
+            own = {name: self._code(stated(value), eqn) for name, value in one.params.items()}
             rows.append((one.primitive.name, tuple(map(read, one.invars)), own, to))
             names.update(zip(one.outvars, to, strict=True))
         specs = tuple(tuple(Code(source(spec)) for spec in params[side]) for side in ("in_specs", "out_specs"))
@@ -220,6 +221,11 @@ class _Body:
                 got=f"a parameter of type {error}",
                 fix="run the step with spmdctx, or pin the operands of this operation so that it stays whole",
             ) from None
+
+
+def stated(value: Any) -> Any:
+    """Returns a parameter; a sharding that splits nothing, as operations of a type get it inside of a mesh, as None."""
+    return None if isinstance(value, jax.NamedSharding) and not any(value.spec) else value
 
 
 def dissolved(jaxpr: Any) -> tuple[list[Any], list[Any]]:

@@ -6,9 +6,12 @@ from enum import Enum
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
 import numpy as np
 from jax.extend.core import Primitive, primitives
 from jax.sharding import PartitionSpec
+
+_COMBINERS = ("add", "mul", "min", "max")
 
 
 class NoLiteralError(Exception):
@@ -47,6 +50,8 @@ def source(value: Any) -> str:
         return f"[{', '.join(map(source, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{source(key)}: {source(own)}' for key, own in value.items())}}}"
+    if isinstance(value, jexc.Jaxpr):
+        return _operation(value)
     if isinstance(value, Primitive):
         return next((f"primitives.{name}" for name, own in vars(primitives).items() if own is value), None) or _none(value.name)
     if isinstance(value, frozenset) and not value:
@@ -54,6 +59,15 @@ def source(value: Any) -> str:
     if isinstance(value, frozenset):
         return f"frozenset({{{', '.join(sorted(map(source, value)))}}})"
     return _none(type(value).__name__)
+
+
+def _operation(body: jexc.Jaxpr) -> str:
+    """Returns the source of a body that combines two numbers by one operation, such as that of a scatter-add."""
+    name = body.eqns[0].primitive.name if len(body.eqns) == 1 else ""
+    if name not in _COMBINERS or list(body.eqns[0].invars) != list(body.invars) or list(body.eqns[0].outvars) != list(body.outvars):
+        raise NoLiteralError(type(body).__name__)
+    numbers = ", ".join(f'jax.ShapeDtypeStruct((), "{var.aval.dtype.name}")' for var in body.invars)
+    return f"jax.make_jaxpr(jax.lax.{name})({numbers}).jaxpr"
 
 
 def _none(name: str) -> str:

@@ -68,6 +68,27 @@ def ranked(params, x):
     return jnp.mean(lax.top_k(x @ params["w"][0], 4)[0] * jnp.sort(x, -1)[:, :4])
 
 
+def half(params, x):
+    """Rows of a table and a product in bfloat16, whose gradients are reduced in float32."""
+    table, x = params["table"].astype(jnp.bfloat16), x.astype(jnp.bfloat16)
+    rows = table[(jnp.abs(x[:, :8]) * 64).astype(jnp.int32) % 64].sum(1)
+    return jnp.mean(((x + rows) @ params["w"].astype(jnp.bfloat16)).astype(jnp.float32) ** 2)
+
+
+def in_parts(loss):
+    """Gradients of micro-batches, added up by a loop of the user's own."""
+
+    def step(params, x):
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, jax.grad(loss)(params, part)), None
+
+        sums, _ = lax.scan(add, jax.tree.map(jnp.zeros_like, params), x.reshape(4, -1, x.shape[-1]))
+        return jax.tree.map(lambda old, new: old - 0.1 * new, params, sums)
+
+    return step
+
+
+HALF = {"table": weights(64, 64), "w": weights(64, 64, seed=1)}
 PARAMS, X = {"w": weights(4, 64, 64)}, weights(32, 64)
 CHAIN = {f"w{place}": weights(64, 64, seed=place) for place in range(3)}
 IGNORED = pytest.mark.filterwarnings("ignore:Buckets of gradients have no effect")
@@ -113,6 +134,18 @@ def test_forms_of_steps_compile_and_compute_the_same(tmp_path, loss, params, opt
     exported = loaded(tmp_path / "m.py")["parallel"](step)
     assert collectives(exported.lower(params, X).compile(), plan) == collectives(split.lower(params, X).compile(), plan)
     jax.tree.map(np.testing.assert_array_equal, exported(params, X), split(params, X))
+
+
+@pytest.mark.parametrize("is_widened", [True, False])
+@pytest.mark.parametrize("made", [descending, in_parts])
+def test_gradients_of_low_precision_compile_and_compute_the_same(tmp_path, made, is_widened):
+    step = made(half)
+    split = spmdctx.parallel(step, parallel_mode="data_parallel", gradient_fp32_sync=is_widened)
+    plan = split.plan(HALF, X)
+    plan.export("jax", tmp_path / "m.py")
+    exported = loaded(tmp_path / "m.py")["parallel"](step)
+    assert collectives(exported.lower(HALF, X).compile(), plan) == collectives(split.lower(HALF, X).compile(), plan)
+    jax.tree.map(np.testing.assert_array_equal, exported(HALF, X), split(HALF, X))
 
 
 def test_a_mesh_that_the_steps_own_constraints_name_is_set(tmp_path):
