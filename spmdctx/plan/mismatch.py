@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmdctx.context.options import OPTIONS
 from spmdctx.errors import PlanMismatchError, shown
 from spmdctx.ir.collective import COLLECTIVE_KINDS
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role
@@ -207,6 +208,8 @@ def _context_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
     if plan.mode != wanted.mode:
         yield f"parallel_mode: {plan.mode!r} in the file, {wanted.mode!r} here"
     skipped = SEARCH_OPTIONS | {"parallel_mode", "device_num"}
+    # What the mode does not use is in no program.
+    skipped |= {option.name for option in OPTIONS if wanted.mode not in option.modes}
     old: Mapping[str, Any] = dict(plan.options)
     new: Mapping[str, Any] = {name: plain_option(value) for name, value in wanted.options}
     for name in [*old, *(name for name in new if name not in old)]:

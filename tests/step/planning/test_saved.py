@@ -253,3 +253,17 @@ def test_modes_without_plans_warn_and_leave_the_files_alone(tmp_path):
     with pytest.warns(ContextWarning, match="strategy_ckpt_save_file"):
         spmdctx.plan(step_fn, *state_of(), batch_of(), parallel_mode="data_parallel", strategy_ckpt_save_file=str(path))
     assert not path.exists()
+
+
+@pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning")
+@pytest.mark.parametrize(
+    ("saved_with", "loaded_with"), [({"gradients_mean": True}, {}), ({}, {"gradients_mean": True, "loss_repeated_mean": False})]
+)
+def test_an_option_that_the_mode_does_not_use_refuses_no_file(tmp_path, saved_with, loaded_with):
+    path, mode = str(tmp_path / "plan.json"), {"parallel_mode": "semi_auto_parallel", "device_num": 8}
+    args = *state_of(), batch_of()
+    made = spmdctx.plan(step_fn, *args, **mode, **saved_with, strategy_ckpt_save_file=path)
+    again = spmdctx.plan(step_fn, *args, **mode, **loaded_with, strategy_ckpt_load_file=path)
+    assert again.assignment == made.assignment
+    with pytest.raises(PlanMismatchError, match="full_batch"):
+        spmdctx.plan(step_fn, *args, **mode, full_batch=True, strategy_ckpt_load_file=path)
