@@ -56,7 +56,7 @@ class PipelinePlanner:
         staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
         if is_binding:
             stages, found = _within(staging, stages, found, room)
-        found.notes += [*reduction_notes(found), *stacked_notes(found)]
+        found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found)]
         if settings.context.parallel_mode == "auto_parallel":
             found.bounds = self._bounds(staging, stages)
             found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))

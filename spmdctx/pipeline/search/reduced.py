@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from spmdctx.context.state import AutoParallelContext
 from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.sizes import device_bytes
 from spmdctx.pipeline.stages.staging import Stages, Staging
@@ -12,6 +13,11 @@ from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
 from spmdctx.wording import bytes_text, counted, seconds_text
 
 IN_TURNS = "Gradients are reduced in every micro-batch, not once per step: sums that wait do not fit in the memory."
+
+BY_INDEX = (
+    "Gradients are reduced in every micro-batch, not once per step: buckets by index ask for it. Without all_reduce_fusion_config they are "
+    "reduced once."
+)
 
 
 class Chosen(NamedTuple):
@@ -78,11 +84,11 @@ def held_bytes(pipeline: PlannedPipeline) -> list[int]:
     return found
 
 
-def reduction_notes(pipeline: PlannedPipeline) -> list[str]:
-    """Returns a note on gradients that wait for the last micro-batch to be reduced, or nothing."""
+def reduction_notes(pipeline: PlannedPipeline, context: AutoParallelContext) -> list[str]:
+    """Returns a note on gradients that wait for the last micro-batch to be reduced, or on buckets for which they do not."""
     count = sum(len(chunk.held) for chunk in pipeline.planned)
     if not count:
-        return []
+        return [BY_INDEX] if context.fuses_by_index else []
     return [
         f"{counted(count, 'gradient')} are reduced once per step, in {seconds_text(pipeline.reduced_s)} after the last micro-batch. Until "
         f"then each device adds up its own, in sums of up to {bytes_text(max(held_bytes(pipeline)))}."

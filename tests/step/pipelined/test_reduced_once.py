@@ -175,6 +175,16 @@ def test_sums_that_do_not_fit_do_not_wait(monkeypatch, peaks, is_binding, waits,
     assert found.notes == ([] if waits else [reduced.IN_TURNS])
 
 
+@pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning")
+def test_buckets_by_index_are_said_to_reduce_in_every_micro_batch():
+    given, options = jax.eval_shape(lambda: split_arguments(jnp.float32)), {"device_num": 8, "topology": "tpu-v5e"}
+    once = parallel(program(split_loss), **options).plan(*given)
+    bucketed = parallel(program(split_loss), all_reduce_fusion_config=[1], **options).plan(*given)
+    assert (reduced.BY_INDEX in bucketed.notes, reduced.BY_INDEX in once.notes) == (True, False)
+    assert not reductions_of(bucketed)
+    assert reductions_of(once)
+
+
 def test_a_saved_plan_is_planned_again_as_it_was(tmp_path):
     path, given = tmp_path / "plan.json", jax.eval_shape(lambda: split_arguments(jnp.float32))
     options = {"device_num": 8, "topology": "tpu-v5e"}
