@@ -137,6 +137,7 @@ def test_regions_with_a_fusion_number_are_reduced_together_and_apart_from_the_re
     assert reduced(parallel.lower(*arguments()).compile()) == wanted
 
 
+@pytest.mark.filterwarnings("ignore:By the plan the step takes")
 def test_a_step_that_needs_compiler_options_cannot_run_inside_another_jit():
     devices = need_tpu()
     parallel = spmdctx.parallel(step, parallel_mode="data_parallel", devices=devices, all_reduce_fusion_config=[3])
