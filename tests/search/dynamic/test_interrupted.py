@@ -41,6 +41,8 @@ def step(**options):
 @pytest.fixture
 def interrupt(monkeypatch):
     """A function that has the nth call of a method interrupted by the keyboard."""
+    # Below a shell in the background SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def at(kind, name, number):
         whole, count = getattr(kind, name), [0]
@@ -53,7 +55,8 @@ def interrupt(monkeypatch):
 
         monkeypatch.setattr(kind, name, counting)
 
-    return at
+    yield at
+    signal.signal(signal.SIGINT, before)
 
 
 def is_interrupted(plan):
