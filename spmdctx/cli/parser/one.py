@@ -7,7 +7,7 @@ from typing import Any
 
 EPILOG = (
     "Exit code: 0, 1 where the check failed, 2 where the command was used wrongly or the program failed, 70 where spmdctx itself did, "
-    "130 where it was interrupted."
+    "75 where SIGTERM came and the training has saved, 130 where it was interrupted."
 )
 
 

@@ -42,11 +42,8 @@ def positive_number(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: any other text.
     """
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
+    value = _finite(text)
+    if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
 
@@ -57,13 +54,19 @@ def fraction(text: str) -> float:
     Raises:
         argparse.ArgumentTypeError: any other text.
     """
+    value = _finite(text)
+    if not value >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on")
+    return value
+
+
+def _finite(text: str) -> float:
+    """Returns a number, or NaN for text that is none and for what is not finite."""
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on")
-    return value
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def target(text: str) -> str:

@@ -60,7 +60,7 @@ def test_a_traced_step_of_keywords_takes_flat_leaves():
 
 def test_a_pipeline_is_no_one_program_to_trace():
     def step(params, rows):
-        loss = lambda params, rows: (jnp.tanh(rows @ params[0]) @ params[1]).mean()  # noqa: E731
+        loss = lambda params, rows: (jnp.tanh(rows @ params[0]) @ params[1]).mean()  # noqa: E731  short and local
         return spmdctx.value_and_grad(loss)(params, rows)
 
     cut = parallel(step, parallel_mode="semi_auto_parallel", pipeline_stages=2, grad_accumulation_step=4)

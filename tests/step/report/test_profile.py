@@ -170,7 +170,7 @@ def test_without_a_call_there_is_nothing_to_say(tmp_path):
 def test_an_error_inside_stays_the_error(tmp_path):
     step = spmdctx.parallel(train, parallel_mode="semi_auto_parallel")
     with pytest.raises(ZeroDivisionError), step.profile(tmp_path):
-        1 / 0  # noqa: B018
+        1 / 0  # noqa: B018  the error is all it is for
     with step.profile(tmp_path) as profile:
         step(*arguments())
     assert profile.num_calls == 1
