@@ -21,6 +21,9 @@ NEWEST := $(VENV)/newest
 NEWEST_TESTS ?= tests/test_api.py tests/test_reports.py tests/context/test_typed.py tests/step/jitted tests/step/report \
 	tests/trace/capture/portable/test_collectives.py tests/trace/capture/portable/test_one_device.py
 
+# Python keeps its bytecode: the tests start hundreds of processes, and each would compile spmdctx anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := demo
 .PHONY: demo test test-newest lint docs docs-check benchmark-matrix clean
 

@@ -4,7 +4,8 @@
 
 Every sample is a fresh process: one that plans the step, and one that only traces it. The median ratio must be at most 1 on the
 first number of devices, that of recursive_programming at most 0.3, and no process may use more than 4 GB. `--model attention` plans one
-layer of attention, whose trace takes some hundredths of a second; its ratio must be at most 20.
+layer of attention, whose trace takes some hundredths of a second; its ratio must be at most 20. A name of `plan_programs` plans one of
+those steps on plain pytrees, where `--layers` is the least size of the batch.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def make_step(model: str, layers: int, mode: str, num_devices: int, *, scan: boo
     """The pure training step with the strategies that go with a mode, and abstract arguments."""
     if model == ATTENTION:
         return attention_step()
+    from benchmarks.plan_programs import PROGRAMS
+
+    if model in PROGRAMS:
+        return PROGRAMS[model](max(layers, num_devices))
     from spmdctx.models import Split, abstract_program, preset, pure_step
 
     model_slices = 1 if SPLITS[mode] == "none" else min(MODEL_SLICES, num_devices)
@@ -95,6 +100,7 @@ def sample_plan(step: Callable[..., Any], arguments: tuple[Any, ...], options: d
 
     import spmdctx
 
+    plan = spmdctx.plan  # its import belongs to neither
     make_jaxpr, spent, inside = jax.make_jaxpr, [Seconds(0.0, 0.0)], []
 
     def timed(fn: Callable[..., Any], **how: Any) -> Callable[..., Any]:
@@ -115,7 +121,7 @@ def sample_plan(step: Callable[..., Any], arguments: tuple[Any, ...], options: d
 
     jax.make_jaxpr = timed  # type: ignore[assignment]  # jax's function is replaced to time it
     start = Seconds.now()
-    spmdctx.plan(step, *arguments, **options)
+    plan(step, *arguments, **options)
     total = Seconds.now().since(start)
     return total, Seconds(*map(sum, zip(*spent, strict=True)))
 

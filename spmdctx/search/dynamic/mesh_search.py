@@ -22,8 +22,8 @@ from spmdctx.search.solver.solve import Sought
 
 MODE = "dynamic_programming"
 
-_WORTH_THREE = 1e-3
-"""Share of its seconds by which a mesh of three axes must be able to improve a large program's plan."""
+_WORTH = {2: 1e-6, MAX_AXES: 1e-3}
+"""Share of its seconds by which a mesh of so many axes must be able to improve a large program's plan."""
 
 
 class _Begun(NamedTuple):
@@ -46,12 +46,12 @@ class MeshSearch:
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, float] = {}
 
-    def first_cost_s(self, setup: Setup) -> float:
-        """Searches a mesh for a short time, and returns the cost of the solution."""
+    def first_look(self, setup: Setup) -> Solution:
+        """Searches a mesh for a short time."""
         begun = self._begin(setup)
         solution = self.formulation.solve(begun.sought, float("-inf"))
         self._begun[setup.mesh] = begun._replace(solution=solution)
-        return solution.cost
+        return solution
 
     def first_plan(self, setup: Setup) -> Found:
         """Returns the plan of the first, short search of a mesh."""
@@ -61,7 +61,7 @@ class MeshSearch:
 
     def fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         """Finds the cheapest plan on a mesh, whatever memory it takes, if there is one below `known_s`."""
-        cutoff = self._cutoff(setup.mesh, known_s)
+        cutoff = self.cutoff(setup.mesh, known_s)
         begun = self._begun.pop(setup.mesh, None)
         if begun is None:
             found = self._fastest_of_merged(setup, known_s)
@@ -89,14 +89,18 @@ class MeshSearch:
 
         Returns their bound if none of them has a plan below `known_s`, else None.
         """
-        cutoff = self._cutoff(setup.mesh, known_s)
+        cutoff = self.cutoff(setup.mesh, known_s)
         begun = self._begin(replace(setup, mesh=AnyOrder.of_meshes(meshes)))
         bound = self.formulation.solve(begun.sought, cutoff).lower_bound
-        return bound if bound >= cutoff else None
+        if bound < cutoff:
+            return None
+        if len(setup.mesh.axes) < MAX_AXES:
+            self._unsolved.update(dict.fromkeys(meshes, cutoff))
+        return bound
 
     def _fastest_of_merged(self, setup: Setup, known_s: float) -> Found | Beaten | None:
         """Searches a mesh with equal axes as if these had no names; returns None if that proves nothing."""
-        tables, cutoff = self._tables_on(setup), self._cutoff(setup.mesh, known_s)
+        tables, cutoff = self._tables_on(setup), self.cutoff(setup.mesh, known_s)
         smaller = merged(tables) if len(setup.mesh.axes) == MAX_AXES else None
         if smaller is None:
             return None
@@ -151,7 +155,6 @@ class MeshSearch:
                 self._solved[setup.mesh] = found
         return found
 
-    def _cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
+    def cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
-        is_worth_less = len(mesh.axes) >= MAX_AXES and not self._is_small
-        return known_s * (1 - (_WORTH_THREE if is_worth_less else SAME_COST))
+        return known_s * (1 - (SAME_COST if self._is_small else _WORTH.get(len(mesh.axes), SAME_COST)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmdctx.cost.step import Step
@@ -26,6 +26,7 @@ from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, w
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.search.solver.problem.problem import Solution
 from spmdctx.wording import bytes_text, mesh_text, seconds_text
 from spmdctx.wording.phases import log_of, tell
 
@@ -153,19 +154,36 @@ class Budgets:
         return best._replace(setup=replace(best.setup, notes=[*best.setup.notes, note]), lower_bound_s=0.0, is_interrupted=True)
 
     def _promising_first(self, setups: list[Setup]) -> list[Setup]:
-        """Sorts the set-ups by the costs that a first, short search finds on their meshes."""
+        """Sorts the set-ups by the bounds that a first, short search finds on their meshes, which come near the costs sooner."""
         if len(setups) <= 2:
             return setups
         # A first search on three axes takes as long as all the others together, and says less.
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
-        costs_s: dict[LogicalMesh, float] = {}
-        for number, setup in enumerate(few):
+        looks: dict[LogicalMesh, Solution] = {}
+        for number, setup in enumerate(sorted(few, key=_narrow_and_even_first)):
+            if setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
+                continue
             tell(f"a first look at mesh {number + 1} of {len(few)}, {mesh_text(setup.mesh)}")
-            costs_s[setup.mesh] = self._meshes.first_cost_s(setup)
-            if costs_s[setup.mesh] == min(costs_s.values()):
+            looks[setup.mesh] = self._meshes.first_look(setup)
+            if setup.mesh == _cheapest_of(looks):
                 self._best = self._meshes.first_plan(setup)
-        few.sort(key=lambda setup: costs_s[setup.mesh])
-        return few + [setup for setup in setups if len(setup.mesh.axes) >= MAX_AXES]
+        few = [setup for setup in few if setup.mesh in looks]
+        few.sort(key=lambda setup: looks[setup.mesh].lower_bound)
+        return few + [setup for setup in setups if setup not in few]
+
+    def _beaten_together(self, setup: Setup, few: Sequence[Setup], looks: Mapping[LogicalMesh, Solution]) -> bool:
+        """Returns whether no order of a mesh's axes can beat a mesh of fewer axes, which is the best so far; keeps their bound.
+
+        This is tried only while every mesh of as many axes is beaten, or proven to be the best.
+        """
+        alike = _orders_of(setup, few)
+        wide = [look.lower_bound for mesh, look in looks.items() if len(mesh.axes) == len(setup.mesh.axes)]
+        if len(alike) < 2 or not wide or not _is_free(setup) or any(mesh in looks for mesh in alike):
+            return False
+        known_s = looks[_cheapest_of(looks)].cost
+        if min(wide) < self._meshes.cutoff(setup.mesh, known_s):
+            return False
+        return self._bound_together(setup, alike, known_s) is not None
 
     def _fastest_of_all(self) -> Found:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
@@ -186,16 +204,19 @@ class Budgets:
 
     def _beaten_in_any_order(self, setup: Setup, known_s: float) -> Beaten | None:
         """Bounds the meshes of three axes of the same sizes together, before the first of them is searched."""
-        sizes = sorted(setup.mesh.shape)
-        alike = [other.mesh for other in self._setups if sorted(other.mesh.shape) == sizes]
-        is_free = not (setup.pins or setup.partial_pins or setup.forced)
-        if len(sizes) < MAX_AXES or len(alike) < 2 or alike[0] != setup.mesh or not is_free or math.isinf(known_s):
+        alike = _orders_of(setup, self._setups)
+        is_first = alike[0] == setup.mesh and len(alike) > 1
+        if len(setup.mesh.axes) < MAX_AXES or not is_first or not _is_free(setup) or math.isinf(known_s):
             return None
+        bound = self._bound_together(setup, alike, known_s)
+        return None if bound is None else Beaten(bound)
+
+    def _bound_together(self, setup: Setup, alike: Sequence[LogicalMesh], known_s: float) -> float | None:
+        """Keeps and returns the bound of meshes with the same axes in several orders, if none of them has a plan below `known_s`."""
         bound = self._meshes.bound_in_any_order(setup, alike, known_s)
-        if bound is None:
-            return None
-        self._bounds.update(dict.fromkeys(alike, bound))
-        return Beaten(bound)
+        if bound is not None:
+            self._bounds.update(dict.fromkeys(alike, bound))
+        return bound
 
     def _cheapest(self, budget: Budget) -> Found | Shortfall:
         """Finds the cheapest assignment on any of the meshes whose peak is in the budget.
@@ -265,6 +286,27 @@ class Budgets:
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 best = self._best = found
         return best, short
+
+
+def _narrow_and_even_first(setup: Setup) -> tuple[int, int]:
+    """The order of first looks: fewest axes first, then those whose largest axis is the smallest."""
+    return len(setup.mesh.axes), max(setup.mesh.shape)
+
+
+def _cheapest_of(looks: Mapping[LogicalMesh, Solution]) -> LogicalMesh:
+    """Returns the mesh whose first look found the least cost; the first of equals."""
+    return min(looks, key=lambda mesh: looks[mesh].cost)
+
+
+def _orders_of(setup: Setup, setups: Sequence[Setup]) -> list[LogicalMesh]:
+    """Lists the meshes whose axes have the sizes of a set-up's mesh, in any order."""
+    sizes = sorted(setup.mesh.shape)
+    return [other.mesh for other in setups if sorted(other.mesh.shape) == sizes]
+
+
+def _is_free(setup: Setup) -> bool:
+    """Returns whether nothing is pinned, so that a set-up says the same on a mesh with its axes in another order."""
+    return not (setup.pins or setup.partial_pins or setup.forced)
 
 
 def _log_mesh(mesh: LogicalMesh, found: Found | Shortfall | Beaten, memory_bytes: int | None = None) -> None:

@@ -80,7 +80,7 @@ def test_a_first_look_at_a_mesh_is_a_plan_too(interrupt):
 
 
 def test_without_any_plan_the_interrupt_goes_on(interrupt):
-    interrupt(MeshSearch, "first_cost_s", 1)
+    interrupt(MeshSearch, "first_look", 1)
     made = step()
     with pytest.raises(KeyboardInterrupt):
         made.plan(*ARGUMENTS)

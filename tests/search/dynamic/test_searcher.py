@@ -14,6 +14,7 @@ from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Schedule, unsettled
+from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
@@ -404,3 +405,27 @@ def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small,
     truth = min(_search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine))
     assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2 * share)
     assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("small", "share"), [(0, 1e-6), (100, 1e-9)])
+@pytest.mark.parametrize("first", range(6000, 6040, TOGETHER))
+def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first, small, share, monkeypatch):
+    bound_of, bounds = MeshSearch.bound_in_any_order, []
+
+    def bound_in_any_order(self, setup, meshes, known_s):
+        bounds.append((meshes, bound_of(self, setup, meshes, known_s)))
+        return bounds[-1][1]
+
+    monkeypatch.setattr(MeshSearch, "bound_in_any_order", bound_in_any_order)
+    for seed in range(first, first + TOGETHER):
+        made, machine = random_step(seed), random_machine(seed)
+        tried = len(bounds)
+        found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=2, small_program=small))
+        costs_s = {mesh: _search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine, 2)}
+        truth = min(costs_s.values())
+        assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2 * share)
+        assert found.lower_bound_s <= truth * (1 + 1e-9)
+        for meshes, bound in bounds[tried:]:
+            assert len(meshes) == 2
+            assert bound is None or all(bound <= costs_s[mesh] * (1 + 1e-9) for mesh in meshes)
+    assert any(bound is not None for _, bound in bounds)
