@@ -22,8 +22,8 @@ from spmdctx.search.solver.solve import Sought
 
 MODE = "dynamic_programming"
 
-_WORTH = {2: 1e-6, MAX_AXES: 1e-3}
-"""Share of its seconds by which a mesh of so many axes must be able to improve a large program's plan."""
+_WORTH = 1e-3
+"""Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
 
 
 class _Begun(NamedTuple):
@@ -157,4 +157,5 @@ class MeshSearch:
 
     def cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
-        return known_s * (1 - (SAME_COST if self._is_small else _WORTH.get(len(mesh.axes), SAME_COST)))
+        is_exact = self._is_small or len(mesh.axes) == 1
+        return known_s * (1 - (SAME_COST if is_exact else _WORTH))

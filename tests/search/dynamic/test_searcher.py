@@ -407,7 +407,7 @@ def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small,
     assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("small", "share"), [(0, 1e-6), (100, 1e-9)])
+@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-9)])
 @pytest.mark.parametrize("first", range(6000, 6040, TOGETHER))
 def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first, small, share, monkeypatch):
     bound_of, bounds = MeshSearch.bound_in_any_order, []
