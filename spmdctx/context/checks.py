@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 from spmdctx.context.options import ALGO_OPTIONS, OPTIONS
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.context.storage import Option
 from spmdctx.context.values import plain
-from spmdctx.errors import ContextError, ContextWarning, StrategyError
+from spmdctx.errors import ContextError, StrategyError
 from spmdctx.ir.layout import Layout
 from spmdctx.wording import counted
+from spmdctx.wording.user_warnings import warn_user
 
 _RECURSIVE = "recursive_programming"
 _OF_PARALLEL_OPTIMIZER = ("parallel_optimizer_config", "optimizer_weight_shard_size")
@@ -149,14 +149,9 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
     return "" if option.built else "it is not built yet"
 
 
-def warn_ineffective(context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
-    """Gives a ContextWarning for each option without effect, and returns their sentences for the plan's notes.
-
-    Args:
-        context: The context of the step.
-        stacklevel: As in `warnings.warn`: 2 is the line that calls this function, 3 the one that calls its caller.
-    """
+def warn_ineffective(context: AutoParallelContext) -> tuple[str, ...]:
+    """Gives a ContextWarning for each option without effect, and returns their sentences for the plan's notes."""
     sentences = tuple(sentence for _, sentence in ineffective(context))
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
+        warn_user(sentence)
     return sentences

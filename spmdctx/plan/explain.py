@@ -235,7 +235,7 @@ def _values_of(plan: PlanData, index: int) -> tuple[int, ...]:
     own = plan.inputs[index]
     _, _, carried = own.path.partition("/")
     results = list(zip(plan.outputs, table.outputs, strict=False))
-    same = [value for tensor, value in results if tensor.path == own.path]
+    same = [value for tensor, value in results if (tensor.path, tensor.shape) == (own.path, own.shape)]
     if not same and carried:
         # A moment's path ends like its parameter's.
         alike = [(tensor, value) for tensor, value in results if (tensor.role, tensor.shape) == (own.role, own.shape)]

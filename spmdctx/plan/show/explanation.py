@@ -52,7 +52,7 @@ def _lines(explanation: ExplanationData) -> Iterator[str]:
         yield "communication at the same places in the program"
         for group in by_cause(explanation.collectives)[:MAX_USES]:
             payload = f"{group.count} {TIMES} {group.kind} over {'+'.join(group.axes)}, {bytes_text(group.payload_bytes)}"
-            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause} ({place_text(group.source)})"
+            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause}{_at(group.source)}"
 
 
 def _tensor_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
@@ -74,12 +74,12 @@ def story(one: TensorExplanation, plan: PlanData) -> Iterator[tuple[str, str]]:
         uses = [use for use in one.uses if use.writes is writes]
         for use in uses[:MAX_USES]:
             cast = ", after a cast" if use.cast else ""
-            yield label, f"as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
+            yield label, f"as {split_text(use.needs)} by {use.primitive}{_at(use.source)}{cast}"
         if len(uses) > MAX_USES:
             yield "", f"and by {len(uses) - MAX_USES} more"
     for row in _distinct(one.reshards):
         move = f"{split_text(row.source_sharding)} to {split_text(row.target_sharding)}"
-        yield "moves", f"{move} for {row.op} ({place_text(row.location)})"
+        yield "moves", f"{move} for {row.op}{_at(row.location)}"
     if not one.reshards:
         yield "moves", "nothing: every op takes it as it is stored"
 
@@ -126,6 +126,11 @@ def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool, pl
         yield f"  {wins:<9} nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small{nor}"
 
 
+def _at(source: str) -> str:
+    """Returns a place in brackets; nothing for what no line of the user's makes."""
+    return f" ({place_text(source)})" if source else ""
+
+
 def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
     seen = {(row.source_sharding, row.target_sharding, row.op, row.location): row for row in reversed(reshards)}
     return list(reversed(seen.values()))[:MAX_USES]
@@ -134,7 +139,7 @@ def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
 def _op_lines(kinds: Sequence[OpExplanation], plan: PlanData) -> Iterator[str]:
     for kind in kinds[:MAX_OPS]:
         op = kind.op
-        yield f"{op.primitive}  {TIMES}{kind.num_runs}  ({place_text(op.source)})"
+        yield f"{op.primitive}  {TIMES}{kind.num_runs} {_at(op.source)}"
         yield f"  split     {op.sharding or 'nothing: every device does all of it'}"
         yield f"  rule      {op.rule}"
         names = [f"{row.split}, result {split_text(row.sharding)}" for row in kind.alternatives]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ import jax
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives, asks_for_groups, with_copies
-from spmdctx.errors import ContextWarning
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import PlannedGradient, Timing
@@ -39,6 +37,7 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording.phases import line
+from spmdctx.wording.user_warnings import warn_user
 
 
 @dataclass(frozen=True)
@@ -137,7 +136,7 @@ def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, as
         program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
     )
     if without:
-        warnings.warn(without, ContextWarning, stacklevel=3)
+        warn_user(without)
     return without
 
 
