@@ -108,12 +108,13 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
             fix="set full_batch=False, or dataset_strategy='full_batch'",
         )
     per_stage = total // context.pipeline_stages
+    of_stages = f" of each of {context.pipeline_stages} pipeline stages" if context.pipeline_stages > 1 else ""
     for position, entry in enumerate(strategy):
         blocks = math.prod(entry.device_matrix if isinstance(entry, Layout) else entry)
         if per_stage % blocks:
             raise StrategyError(
-                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}.",
-                got=f"dataset_strategy[{position}] = {entry}",
+                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}{of_stages}.",
+                got=f"dataset_strategy[{position}] = {entry}{f', {total} devices in all' if of_stages else ''}",
                 need=f"slices whose product divides {per_stage}",
             )
 

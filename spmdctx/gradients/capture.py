@@ -28,6 +28,7 @@ from spmdctx.gradients.scope import Carrier, asked_for_carrier, carried_by, plai
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
@@ -169,7 +170,7 @@ class _First:
         primals = [primal for made in traced.results if made.part == "gradients" and (primal := call.primal(made)) is not None]
         self.calls.append(
             SeenCall(
-                where=source_info_util.summarize(source_info_util.current()),
+                where=source_line(source_info_util.current()),
                 paths=call.paths,
                 avals=avals,
                 results=[traced.results[index] for index in asked],

@@ -43,7 +43,8 @@ def _lines(explanation: ExplanationData) -> Iterator[str]:
     if explanation.op_kinds:
         yield from _op_lines(explanation.op_kinds, explanation.plan)
         yield ""
-    rows = [row for one in (*explanation.tensors, *explanation.op_kinds) for row in one.alternatives]
+    rows = [row for tensor in explanation.tensors for row in tensor.alternatives]
+    rows += [row for kind in explanation.op_kinds for row in kind.alternatives]
     if rows and not weighs(explanation.plan):
         made_by = explanation.plan.search_mode or explanation.plan.mode
         yield f"{made_by} weighs no alternatives: auto_parallel by dynamic_programming would take what is better"

@@ -148,7 +148,7 @@ def undivided_batch(program: Program, request: Request, mesh: LogicalMesh, assig
     if mesh.num_devices == 1 or request.dataset == "full_batch" or isinstance(request.dataset, tuple):
         return []
     return [
-        indivisible(graph, value, mesh.names, ())
+        indivisible(graph, value, mesh.names, (), mesh)
         for value in batch_leaves(graph)
         if _is_undivided(graph.values[value].shape, mesh.num_devices, request.dataset) and not any(assignment.values[value])
     ]
