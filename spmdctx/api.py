@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, Unpack, overload
 
 from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
@@ -10,7 +10,7 @@ from spmdctx.pipeline.capture.stage import pipeline_stage
 from spmdctx.plan.plan import Plan
 from spmdctx.server.initial import server_init, server_table
 from spmdctx.server.marks import set_param_ps
-from spmdctx.step.options import ParallelOptions
+from spmdctx.step.options import ParallelOptions, options_by_name
 from spmdctx.step.step import ParallelStep
 from spmdctx.trace.scope.mesh import get_mesh
 
@@ -39,7 +39,7 @@ def parallel(fn: Callable[P, R], **options: Unpack[ParallelOptions]) -> Parallel
 @overload
 def parallel(fn: None = None, **options: Unpack[ParallelOptions]) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
 def parallel(
-    fn: Callable[P, R] | None = None, **options: Unpack[ParallelOptions]
+    fn: Callable[P, R] | None = None, *others: object, **options: Unpack[ParallelOptions]
 ) -> ParallelStep[P, R] | Callable[[Callable[P, R]], ParallelStep[P, R]]:
     """Makes a step run split over devices, as the auto-parallel context says. A decorator, with or without options.
 
@@ -60,8 +60,11 @@ def parallel(
 
     Raises:
         ContextError: an option is unknown or a value is bad.
-        TypeError: a value has a wrong type.
+        TypeError: a value has a wrong type, or an option is given without its name.
     """
+    unnamed = others or ((fn,) if isinstance(fn, str | Mapping) else ())
+    if unnamed:
+        raise options_by_name("spmdctx.parallel", unnamed[0])
     if fn is None:
         return lambda function: parallel(function, **options)
     if isinstance(fn, ParallelStep):

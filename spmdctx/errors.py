@@ -146,6 +146,10 @@ class SpmdctxError(Exception):
         super().__init__(message(summary, where=where, got=got, need=need, fix=fix))
         self.summary = summary
 
+    def add_line(self, text: str) -> None:
+        """Adds a last line to the message: what its numbers are, for a user who gave others."""
+        self.args = (Message(f"{self.args[0]}\n  note:  {text}"), *self.args[1:])
+
 
 class ContextError(SpmdctxError, ValueError):
     """A bad option value, or options that contradict each other or the devices."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmdctx.ir.graph import item_bytes
-from spmdctx.wording import file_text, is_framework
+from spmdctx.wording import file_text, is_framework, is_own
 
 _DTYPE_OF_HLO = {
     "pred": "bool",
@@ -122,13 +122,13 @@ class Module:
     locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
     def source(self, instruction: Instruction) -> str:
-        """Returns `file.py:line` of the innermost frame outside of frameworks, or "" if the compiler kept none."""
+        """Returns `file.py:line` of the innermost frame outside of frameworks and of this package, or "" if the compiler kept none."""
         found = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if found is None:
             plain = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
             return f"{file_text(plain.group(1))}:{plain.group(2)}" if plain else ""
         stack = list(self._stack(int(found.group(1))))
-        own = [place for place in stack if not is_framework(place[0])] or stack
+        own = [place for place in stack if not is_framework(place[0]) and not is_own(place[0])] or stack
         return f"{file_text(own[0][0])}:{own[0][1]}" if own else ""
 
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, SupportsIndex
 
 from spmdctx.errors import CheckpointError, listed, message
 from spmdctx.plan.plan import Plan
+from spmdctx.wording.user_warnings import warn_user
 
 
 class _Fields(NamedTuple):
@@ -47,7 +47,7 @@ class Pending:
         """Warns if the state was not taken and no error has said so."""
         if self._paths and not self._is_told:
             summary, lines = self._text
-            warnings.warn(message(summary, **lines), RuntimeWarning, stacklevel=3)
+            warn_user(message(summary, **lines), RuntimeWarning)
 
     def check(self) -> None:
         """Refuses to go on if the state was not taken.

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 from spmdctx.context.options import ALGO_OPTIONS, OPTIONS
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.context.storage import Option
 from spmdctx.context.values import plain
-from spmdctx.errors import ContextError, ContextWarning, StrategyError
+from spmdctx.errors import ContextError, StrategyError
 from spmdctx.ir.layout import Layout
 from spmdctx.wording import counted
+from spmdctx.wording.user_warnings import warn_user
 
 _RECURSIVE = "recursive_programming"
 _OF_PARALLEL_OPTIMIZER = ("parallel_optimizer_config", "optimizer_weight_shard_size")
@@ -108,12 +108,13 @@ def _check_batch(context: AutoParallelContext, total: int) -> None:
             fix="set full_batch=False, or dataset_strategy='full_batch'",
         )
     per_stage = total // context.pipeline_stages
+    of_stages = f" of each of {context.pipeline_stages} pipeline stages" if context.pipeline_stages > 1 else ""
     for position, entry in enumerate(strategy):
         blocks = math.prod(entry.device_matrix if isinstance(entry, Layout) else entry)
         if per_stage % blocks:
             raise StrategyError(
-                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}.",
-                got=f"dataset_strategy[{position}] = {entry}",
+                f"dataset_strategy[{position}] has {blocks} slices, which does not divide {counted(per_stage, 'device')}{of_stages}.",
+                got=f"dataset_strategy[{position}] = {entry}{f', {total} devices in all' if of_stages else ''}",
                 need=f"slices whose product divides {per_stage}",
             )
 
@@ -149,14 +150,9 @@ def _reason(option: Option, context: AutoParallelContext) -> str:
     return "" if option.built else "it is not built yet"
 
 
-def warn_ineffective(context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
-    """Gives a ContextWarning for each option without effect, and returns their sentences for the plan's notes.
-
-    Args:
-        context: The context of the step.
-        stacklevel: As in `warnings.warn`: 2 is the line that calls this function, 3 the one that calls its caller.
-    """
+def warn_ineffective(context: AutoParallelContext) -> tuple[str, ...]:
+    """Gives a ContextWarning for each option without effect, and returns their sentences for the plan's notes."""
     sentences = tuple(sentence for _, sentence in ineffective(context))
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
+        warn_user(sentence)
     return sentences

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -13,9 +12,10 @@ from typing import Any
 
 from spmdctx.context.options import LATER_OPTIONS, PARALLEL_MODES, checked
 from spmdctx.context.values import dataset_strategy_from_lists, is_int, memory_budget, nearest, wrong_type
-from spmdctx.errors import ContextError, ContextWarning, message, shown
+from spmdctx.errors import ContextError, message, shown
 from spmdctx.wording.files import read_file
 from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
+from spmdctx.wording.user_warnings import warn_user
 
 _SECTIONS = ("use_parallel", "parallel", "parallel_config")
 _MODE_NUMBERS = ("data_parallel", "semi_auto_parallel", "auto_parallel", "hybrid_parallel")
@@ -121,11 +121,7 @@ def _from_mindformers(content: Mapping[str, Any]) -> ContextConfig:
     if not use_parallel:
         return ContextConfig({"parallel_mode": "stand_alone"}, model, memory_bytes)
     if parts > 1:
-        warnings.warn(
-            f"micro_batch_interleave_num={parts} acts where the loss is wrapped: spmdctx.MicroBatchInterleaved(loss, {parts})",
-            ContextWarning,
-            stacklevel=2,
-        )
+        warn_user(f"micro_batch_interleave_num={parts} acts where the loss is wrapped: spmdctx.MicroBatchInterleaved(loss, {parts})")
     options = _parallel_part(_section(content, "parallel"))
     mode = options.setdefault("parallel_mode", "data_parallel")
     degrees = math.prod(model.get(name, 1) for name in _DEGREES)
@@ -191,7 +187,7 @@ def _check_count(name: str, value: Any) -> None:
 
 
 def _left_out(name: str, reason: str, value: Any) -> None:
-    warnings.warn(f"{name}={shown(value)} is left out: {reason}", ContextWarning, stacklevel=2)
+    warn_user(f"{name}={shown(value)} is left out: {reason}")
 
 
 def _memory_bytes(value: Any) -> int | None:

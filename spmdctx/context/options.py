@@ -254,7 +254,7 @@ OPTIONS: tuple[Option, ...] = (
         (),
         "ascending ints >= 0, such as [20, 35]",
         _DISTRIBUTED,
-        "Gradient all-reduces in buckets by index: [20, 35] is the first 20, the next 15, the rest. Unset: XLA's own combiner.",
+        "Gradient all-reduces in buckets by index: [20, 35] is the first 20, the next 15, the rest. Unset or []: XLA's own combiner.",
         store=storage.store_fusion_indices,
     ),
     Option(

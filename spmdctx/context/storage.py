@@ -104,9 +104,9 @@ def store_entry(field: str, entry: str) -> Callable[[State, Any], None]:
 
 
 def store_fusion_indices(state: State, value: tuple[int, ...]) -> None:
-    """Stores buckets by index, which hold until comm_fusion says otherwise."""
+    """Stores buckets by index, which hold until comm_fusion says otherwise; none is what the option starts from."""
     state["all_reduce_fusion_config"] = value
-    state["index_fusion"] = True
+    state["index_fusion"] = bool(value)
 
 
 def store_comm_fusion(state: State, value: dict[str, Any]) -> None:

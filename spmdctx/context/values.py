@@ -225,8 +225,8 @@ def dataset_strategy_from_lists(value: Any) -> Any:
 
 
 def fusion_indices(name: str, value: Any) -> tuple[int, ...]:
-    """Accepts a list of ascending gradient indices."""
-    need = "a non-empty list of ascending ints >= 0, such as [20, 35]"
+    """Accepts a list of ascending gradient indices; an empty one asks for no buckets."""
+    need = "a list of ascending ints >= 0, such as [20, 35]"
     if not isinstance(value, list):
         raise wrong_type(name, value, need)
     for position, index in enumerate(value):
@@ -234,7 +234,7 @@ def fusion_indices(name: str, value: Any) -> tuple[int, ...]:
             raise wrong_type(f"{name}[{position}]", index, "an int >= 0")
     if len(set(value)) != len(value):
         raise bad_value(name, value, need, f"remove duplicates: {sorted(set(value))}")
-    if not value or min(value) < 0 or sorted(value) != value:
+    if (value and min(value) < 0) or sorted(value) != value:
         raise bad_value(name, value, need)
     return tuple(value)
 
@@ -260,7 +260,10 @@ def fusion_entry(modes: tuple[str, ...]) -> Check:
                 raise ContextError(f"{name} lacks the key {key!r}.", got=shown(value), need="both 'mode' and 'config'")
         where, mode, config = f"{name}['config']", parts["mode"], parts["config"]
         if mode == "index":
-            return FusionEntry(mode, fusion_indices(where, config))
+            indices = fusion_indices(where, config)
+            if not indices:
+                raise bad_value(where, config, "at least one index, such as [20, 35]", "mode 'auto' asks for no buckets by index")
+            return FusionEntry(mode, indices)
         if mode == "auto" and config is None:
             return FusionEntry(mode, None)
         return FusionEntry(mode, integer(1, unit="MB")(where, config))

@@ -22,12 +22,13 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import traced_in_parts
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
-from spmdctx.gradients.results import Row
+from spmdctx.gradients.results import Row, state_notes
 from spmdctx.gradients.roles import refine, with_roles
 from spmdctx.gradients.scope import Carrier, asked_for_carrier, carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, capture_call
 from spmdctx.trace.capture.layerwise import is_layerwise
@@ -35,6 +36,7 @@ from spmdctx.trace.capture.target import Target
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.mesh import get_mesh
 from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording.user_warnings import warn_user
 
 
 def capture_step(target: Target, call: Call, static: Static, settings: Settings) -> Captured:
@@ -138,7 +140,7 @@ def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
         f"{name} has no effect on gradients of jax.grad or nnx.grad: call spmdctx.value_and_grad or spmdctx.grad." for name in names
     ]
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=2)
+        warn_user(sentence)
     return sentences
 
 
@@ -168,7 +170,7 @@ class _First:
         primals = [primal for made in traced.results if made.part == "gradients" and (primal := call.primal(made)) is not None]
         self.calls.append(
             SeenCall(
-                where=source_info_util.summarize(source_info_util.current()),
+                where=source_line(source_info_util.current()),
                 paths=call.paths,
                 avals=avals,
                 results=[traced.results[index] for index in asked],
@@ -219,7 +221,7 @@ class _Second:
             return traced
 
         traced, rows = traced_in_parts(seen, call, trace, operands, options)
-        self.notes += [call.note] if call.note else []
+        self.notes += [*([call.note] if call.note else []), *state_notes(call, rows)]
         if options.is_local:
             order = gradient_order(call, traced, rows)
             self.sums = self.sums or (bool(order) and not options.mean)

@@ -201,8 +201,21 @@ def _check(operand: Operand, entering: LossOperand, value: Value, call: SeenCall
                 _indivisible(call.paths[entering.leaf], dim, shape[dim], pieces, micro, parts),
                 where=call.where,
                 got=f"shape {tuple(shape)}",
-                fix="change the batch size, device_num or grad_accumulation_step",
+                need=f"a multiple of {(product := pieces * micro * parts)}, such as {-(-shape[dim] // product) * product}",
+                fix=_change(call, options, pieces, micro, parts),
             )
+
+
+def _change(call: SeenCall, options: GradientOptions, pieces: int, micro: int, num_parts: int) -> str:
+    """Returns what a user can change where a batch does not divide."""
+    by_cell = call.micro_size is not None and call.micro_size == options.micro_batches
+    names = [
+        "the batch size",
+        *(["device_num"] if pieces > 1 else []),
+        *(["micro_size of PipelineCell" if by_cell else "grad_accumulation_step"] if micro > 1 else []),
+        *(["interleave_num of MicroBatchInterleaved"] if num_parts > 1 else []),
+    ]
+    return f"change {' or '.join([', '.join(names[:-1]), names[-1]] if len(names) > 1 else names)}"
 
 
 def _indivisible(path: str, dim: int, size: int, pieces: int, micro: int, num_parts: int) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from spmdctx.errors import StrategyError
+from spmdctx.errors import StrategyError, listed
 from spmdctx.gradients.dependence import dependents
 from spmdctx.gradients.loss import LossCall, Made, Traced
 from spmdctx.gradients.operands import Operand, SeenCall
@@ -70,7 +70,12 @@ def rows_of(seen: SeenCall, call: LossCall, traced: Traced, operands: Sequence[O
             where=seen.where,
             fix="return arrays in place of lists",
         )
-    carries = [_carry(one, call) if options.micro_batches > 1 or one.part == "state" else None for one in made]
+    primals = {call.primal(one) for one in made if one.part == "gradients"}
+    states = [_state_of(one, aval, call, primals, operands) for one, aval in zip(made, traced.jaxpr.out_avals, strict=True)]
+    carries = [
+        state if state is not None else _carry(one, call) if options.micro_batches > 1 or one.part == "state" else None
+        for one, state in zip(made, states, strict=True)
+    ]
     # Micro-batches differ even if devices do not.
     joined = options.mesh.names if options.is_local and options.micro_batches == 1 else ()
     differs = _differs(traced, operands, carries, joined)
@@ -103,6 +108,25 @@ def _carry(made: Made, call: LossCall) -> int | None:
     return next((index for index, path in enumerate(call.paths) if _after(path, "batch_stats") == tail), None)
 
 
+def _state_of(made: Made, aval: Any, call: LossCall, primals: Collection[int | None], operands: Sequence[Operand]) -> int | None:
+    """Returns the leaf of which a result is the next value, as Haiku's state is: of its type, at the same place in its argument.
+
+    Nothing marks such state. What the loss is differentiated by, and what is part of the batch, is none.
+    """
+    if made.part != "aux" or _after(made.path, "batch_stats") is not None or not jnp.issubdtype(aval.dtype, jnp.inexact) or not aval.shape:
+        return None
+    found = [
+        index
+        for index, (path, value) in enumerate(zip(call.paths, call.values, strict=True))
+        if (below := path.partition("/")[2])
+        and f"/{made.path}".endswith(f"/{below}")
+        and (value.shape, value.dtype) == (aval.shape, aval.dtype)
+        and index not in primals
+        and not (operands[index].is_split or operands[index].batch_dim is not None)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
 def _after(path: str, word: str) -> str | None:
     head, found, tail = f"/{path}".rpartition(f"/{word}/")
     del head
@@ -124,7 +148,8 @@ def _row(result: _Result, call: LossCall, operands: Sequence[Operand], options: 
     if dim is not None:
         return Row(path, Fate.STACKED, (*none[:dim], _axes(options), *none[dim + 1 :]), dim)
     floating = jnp.issubdtype(aval.dtype, jnp.inexact)
-    if floating and (not aval.shape or _is_statistic(made, call)):
+    is_state = carry is not None and made.part == "aux"
+    if floating and (not aval.shape or is_state or _is_statistic(made, call)):
         return Row(path, Fate.AVERAGED, none, carry=carry)
     if carry is not None and not options.is_local:
         return Row(path, Fate.SAME, none, carry=carry)
@@ -132,10 +157,20 @@ def _row(result: _Result, call: LossCall, operands: Sequence[Operand], options: 
     raise StrategyError(
         f"The loss gives '{path}', {aval.dtype}{list(aval.shape)}, which differs between {pieces}.",
         where=where,
-        need="floating scalars, arrays with the batch as a dimension, batch statistics (nnx.BatchStat, or below a key 'batch_stats'), or "
+        need="floating scalars, arrays with the batch as a dimension, batch statistics (nnx.BatchStat, below a key 'batch_stats', or state "
+        "at the same place of an argument), or "
         "results that do not depend on the batch",
         fix="return one of those, or compute it outside of the loss",
     )
+
+
+def state_notes(call: LossCall, rows: Sequence[Row]) -> list[str]:
+    """Returns a note on state that nothing marks as batch statistics, and that is averaged as these are."""
+    own = [row for row in rows if row.fate is Fate.AVERAGED and row.carry is not None and row.path.startswith("aux/")]
+    paths = [f"'{call.paths[row.carry]}'" for row in own if row.carry is not None and _after(row.path, "batch_stats") is None]
+    if not paths:
+        return []
+    return [f"The loss gives the next value of {listed(paths)}: its mean over the pieces of the batch is kept, as of batch statistics."]
 
 
 def _axes(options: GradientOptions) -> tuple[str, ...]:

@@ -68,6 +68,27 @@ def carrier_of_trace(*, asks: bool = False) -> Carrier | None:
     return _carrier.get()
 
 
+_cells: ContextVar[list[int] | None] = ContextVar("spmdctx_gradients_cells", default=None)
+
+
+@contextmanager
+def cells_met() -> Iterator[list[int]]:
+    """Collects the micro-batches that a PipelineCell asks for in calls inside."""
+    found: list[int] = []
+    token = _cells.set(found)
+    try:
+        yield found
+    finally:
+        _cells.reset(token)
+
+
+def meet_cell(micro_size: int | None) -> None:
+    """Notes that a call's loss is in a PipelineCell, where somebody asks."""
+    found = _cells.get()
+    if found is not None and micro_size is not None:
+        found.append(micro_size)
+
+
 def plainly(fn: Callable[[], Any]) -> Any:
     """Calls `fn`, in which `value_and_grad` is JAX's or nnx's own."""
     token = _carrier.set(None)

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec
 
 from spmdctx.gradients.cell import loss_of
 from spmdctx.gradients.loss import Loss
-from spmdctx.gradients.scope import carrier_of_trace
+from spmdctx.gradients.scope import carrier_of_trace, meet_cell
 
 P = ParamSpec("P")
 
@@ -49,6 +49,7 @@ def _loss(fun: Callable[..., Any], name: str, argnums: Any, has_aux: bool, optio
 def _transformed(loss: Loss) -> Callable[..., Any]:
     @functools.wraps(loss.fn)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
+        meet_cell(loss.micro_size)
         carrier = carrier_of_trace(asks=loss.num_parts > 1)
         return loss.call(args, kwargs) if carrier is None else carrier.run(loss, args, kwargs)
 

@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.context.values import FusionEntry
-from spmdctx.errors import ContextWarning
 from spmdctx.machine.devices import Device, backend_of
 from spmdctx.machine.presets import MIB
 from spmdctx.machine.xla.options import BYTE_THRESHOLDS, COUNT_THRESHOLDS, MANY_OPERANDS, UNLIMITED
+from spmdctx.wording.user_warnings import warn_user
 
 Options = dict[str, int | str]
 
@@ -87,9 +86,9 @@ def without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...
     )
 
 
-def warn_without_option(backend: str, context: AutoParallelContext, stacklevel: int = 2) -> tuple[str, ...]:
+def warn_without_option(backend: str, context: AutoParallelContext) -> tuple[str, ...]:
     """Warns with a ContextWarning for each sentence of `without_option`, and returns the sentences for the plan's notes."""
     sentences = without_option(backend, context)
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=stacklevel)
+        warn_user(sentence)
     return sentences

@@ -103,6 +103,11 @@ def _seen(scope: Scope) -> Iterator[_Losses]:
         _loss.reset(token)
 
 
+def in_local_loss() -> bool:
+    """Returns whether a loss is being traced of which each device computes its own part."""
+    return _loss.get() is not None
+
+
 def scope_of(what: str) -> Scope:
     """Returns the scope in which a collective is called; `what` is its name.
 

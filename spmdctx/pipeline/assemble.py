@@ -13,6 +13,7 @@ from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
 from spmdctx.pipeline.stages.homes import before_of
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
+from spmdctx.pipeline.stages.notes import is_undivided, undivided_batch
 from spmdctx.pipeline.stages.transfers import transfers_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline, sharding_of, stages_of
 
@@ -50,7 +51,9 @@ def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
         yield f"What the step computes before its loss has no plan: XLA splits it on {stages}, where it is read."
     for number, chunk in enumerate(pipeline.planned):
         for task in (*chunk.tasks.values(), *([pipeline.reductions[number]] if number in pipeline.reductions else [])):
-            yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in task.planned.plan.notes)
+            own = [note for note in task.planned.plan.notes if not is_undivided(note)]
+            yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in own)
+    yield from undivided_batch(pipeline)
     for programs in pipeline.rounds:
         for one in programs:
             place = "All stages" if one.program.stage == SPREAD else f"Stage {one.program.stage}"

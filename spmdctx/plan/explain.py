@@ -169,19 +169,25 @@ def _instead(plan: PlanData, found: Sequence[Alternative], own: TensorSharding) 
     """Returns alternatives as rows, with what would flip the choice.
 
     Flips are found for alternatives that are faster but do not fit, and for the first that something flips. Those that only permute axes
-    are tried if there are no others.
+    are tried if there are no others. A budget flips nothing where no alternatives were weighed.
     """
     mesh, total_s, bound_s = plan.logical_mesh, plan.cost.total_s, plan.lower_bound_s
     same = [slices(row.sharding if row.axes is None else row.axes, mesh) == slices(own, mesh) for row in found]
     rows: list[Instead] = []
     for row, is_same in zip(found, same, strict=True):
         asked = row.delta_s < 0 or (not (is_same and not all(same)) and not any(one.flips for one in rows if one.extra_s > 0))
-        flips = tuple(map(flip_text, plan.alternatives.flips(row))) if plan.alternatives is not None and asked else ()
+        found_flips = plan.alternatives.flips(row) if plan.alternatives is not None and asked else ()
+        flips = tuple([flip_text(flip) for flip in found_flips if weighs(plan) or flip.figure != "memory_bytes"])
         split = "" if row.axes is None else sharding_text(OpSharding(row.axes)) or "nothing"
         delta_s = rounded_s(row.delta_s, total_s)
         outside = delta_s < 0 and not flips and bound_s is not None and rounded_s(total_s + delta_s - bound_s, total_s) < 0
         rows.append(Instead(row.sharding, delta_s, row.delta_bytes, split, row.num_moved, flips, is_same, outside))
     return tuple(rows)
+
+
+def weighs(plan: PlanData) -> bool:
+    """Returns whether what made the plan weighs one choice against another, as searches do but for propagation."""
+    return plan.search_mode not in ("", "sharding_propagation")
 
 
 def flip_text(flip: Flip) -> str:
@@ -229,7 +235,7 @@ def _values_of(plan: PlanData, index: int) -> tuple[int, ...]:
     own = plan.inputs[index]
     _, _, carried = own.path.partition("/")
     results = list(zip(plan.outputs, table.outputs, strict=False))
-    same = [value for tensor, value in results if tensor.path == own.path]
+    same = [value for tensor, value in results if (tensor.path, tensor.shape) == (own.path, own.shape)]
     if not same and carried:
         # A moment's path ends like its parameter's.
         alike = [(tensor, value) for tensor, value in results if (tensor.role, tensor.shape) == (own.role, own.shape)]

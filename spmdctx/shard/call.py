@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,11 +12,12 @@ from flax import nnx
 
 from spmdctx.context.layers import current_context
 from spmdctx.context.options import PLANNED_MODES
-from spmdctx.errors import ContextWarning, StrategyError
+from spmdctx.errors import StrategyError
 from spmdctx.ir.graph import fusion_scope
 from spmdctx.ir.layout import Layout
 from spmdctx.shard.eager import run_split, runs_eagerly
 from spmdctx.trace.marker import mark, new_region, traced_mode
+from spmdctx.wording.user_warnings import warn_user
 
 Spec = tuple[int, ...] | Layout | None
 """The strategy of one tensor: the number of slices of each dimension, a layout, or None (free)."""
@@ -54,7 +54,7 @@ class Region(NamedTuple):
         for pattern, _ in self.strategies.parameter_plan:
             if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
                 text = f"parameter_plan of {self.label}: {pattern!r} matches no parameter; there are {', '.join(paths) or 'none'}."
-                warnings.warn(text, ContextWarning, stacklevel=2)
+                warn_user(text)
 
 
 Body = Callable[[Region], Callable[..., Any]]
@@ -94,7 +94,7 @@ def call_marked(
     """
     mode = traced_mode() or current_context().parallel_mode
     if mode not in PLANNED_MODES:
-        warnings.warn(f"shard() of {label} has no effect in parallel_mode {mode!r}.", ContextWarning, stacklevel=3)
+        warn_user(f"shard() of {label} has no effect in parallel_mode {mode!r}.")
     elif eager is not None and runs_eagerly(eager.owner, args, kwargs):
         return run_split(eager.split, args if eager.owner is None else (eager.owner, *args), kwargs)
     # The marks are made in every mode: JAX caches what it traces, and a later step in another mode may need them.

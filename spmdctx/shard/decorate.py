@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 from flax import linen, nnx
 
-from spmdctx.errors import ContextWarning, StrategyError, UnsupportedError, message
+from spmdctx.errors import StrategyError, UnsupportedError, message
 from spmdctx.ir.layout import Layout
 from spmdctx.shard.batches import on_own_batch
 from spmdctx.shard.call import Eager, Spec, Strategies, call_marked
 from spmdctx.shard.modules import shard_linen, shard_nnx
+from spmdctx.wording.user_warnings import warn_user
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,4 +184,4 @@ def _check_hints(device: Any, level: Any) -> None:
         if type(value) is not kind:
             raise TypeError(message(f"{name} must be {kind.__name__}.", got=_typed(value)))
         if value != default:
-            warnings.warn(f"shard(): {name}={value!r} has no effect: XLA decides this by itself.", ContextWarning, stacklevel=3)
+            warn_user(f"shard(): {name}={value!r} has no effect: XLA decides this by itself.")

@@ -17,6 +17,7 @@ from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.machine.xla.collectives.ways import ways_of
+from spmdctx.ops.scope import in_local_loss
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct.direct import OtherArgumentsError, direct_call, signature
@@ -292,6 +293,12 @@ class Entry:
             known = known and not leaves[index].committed
         if (not known or self.direct is not None) and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
             inner = self._inner.jitted
+            if self.on_several_devices and in_local_loss():
+                raise UnsupportedError(
+                    f"{self.captured.name} is split over devices, and is called inside of a loss of which each device computes its part.",
+                    need="spmdctx.parallel or AutoParallel around the outermost step only",
+                    fix="give spmdctx.value_and_grad the function itself, or the outer step semi_auto_parallel or auto_parallel",
+                )
             self.environment.check_running()
             return self.structure.finish(read.handle, inner(*leaves))
         if not known or self.on_several_devices or self.direct is not None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Literal
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from spmdctx.context.options import checked
+from spmdctx.context.layers import AutoParallelContext, ContextLayer
+from spmdctx.context.options import BY_NAME, checked
 from spmdctx.context.typed import ContextOptions
 from spmdctx.context.values import memory_budget
 from spmdctx.errors import ContextError, message, naming_file, shown
@@ -49,6 +51,22 @@ MachineName = Literal["tpu-v5e", "tpu-v5p", "tpu-v6e", "h100", "h200", "a100", "
 _MAX_AXES, _MAX_DEVICES = 32, 1 << 20
 
 _ARGUMENTS = ("batch_argnums", "batch_argnames", "static_argnums", "static_argnames", "donate_argnums", "donate_argnames")
+
+
+def options_by_name(call: str, value: object) -> TypeError:
+    """Returns the error for an option that is given to a call by its position, with the way to write it."""
+    fix = "give the step alone, and options by their names, such as parallel_mode='auto_parallel'"
+    if isinstance(value, Mesh | AbstractMesh):
+        fix = "mesh=..."
+    elif isinstance(value, Mapping):
+        fix = "write ** before a dictionary of options"
+    elif isinstance(value, AutoParallelContext | ContextLayer):
+        fix = "with spmdctx.auto_parallel_context(...): spmdctx.parallel(step), or the same options by their names"
+    elif isinstance(value, str):
+        options = [(name, choice) for name in ("parallel_mode", "search_mode") for choice in BY_NAME[name].choices]
+        near = get_close_matches(value, [choice for _, choice in options], n=1)
+        fix = next((f"{name}={choice!r}" for name, choice in options if near == [choice]), fix)
+    return TypeError(message(f"{call} takes options by their names only.", got=shown(value), fix=fix))
 
 
 def step_options(options: Mapping[str, Any]) -> StepOptions:

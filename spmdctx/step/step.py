@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, Unpack, cast, overload
@@ -19,7 +18,7 @@ from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.context.typed import ContextOptions
 from spmdctx.data.targets import Targets
-from spmdctx.errors import CommunicationError, ContextWarning
+from spmdctx.errors import CommunicationError
 from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.plan.mindspore.file import ParameterLayout
@@ -47,6 +46,7 @@ from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
 from spmdctx.trace.scope.mesh import auto_axes, traced_for
 from spmdctx.trace.scope.settings import StepOptions
+from spmdctx.wording.user_warnings import warn_user
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -241,7 +241,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         """
         call, static = self._split(args, kwargs)
         with ShortTracebacks():
-            entry = self._entry(call, static, stacklevel=4)
+            entry = self._entry(call, static)
             with entry.advising():
                 return entry.audit(self._read(entry, call).leaves)
 
@@ -293,7 +293,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
                 around.check_running()
                 return made.run_as_saved(saved, self._target, around.devices, self.context.strategy_ckpt_load_file)
         call, static = self._split(*made.arguments(self._target, batch, known))
-        return made.run(self._entry(call, static, stacklevel=3), call)
+        return made.run(self._entry(call, static), call)
 
     def shard_batch(self, batch: Any) -> Any:
         """Places a batch as the plan takes it: this process's block of it, or the whole with full_batch.
@@ -327,7 +327,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             read = last.entry.read(call)
             if read is not None:
                 return last.entry, read
-        entry = self._entry(call, static, stacklevel=4)
+        entry = self._entry(call, static)
         return entry, self._read(entry, call)
 
     def _on_one_device(self, call: Call, static: Static, entry: Entry) -> Captured | None:
@@ -344,7 +344,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         for sentence in entry.warnings:
             if sentence not in self._said:
                 self._said.add(sentence)
-                warnings.warn(sentence, ContextWarning, stacklevel=3)
+                warn_user(sentence)
 
     @staticmethod
     def _read(entry: Entry, call: Call) -> Read:
@@ -354,14 +354,14 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def _ready(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Entry, Sequence[Any]]:
         call, static = self._split(args, kwargs)
-        entry = self._entry(call, static, stacklevel=5)
+        entry = self._entry(call, static)
         return entry, self._read(entry, call).leaves
 
     def _entry_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Entry:
         with ShortTracebacks():
-            return self._entry(*self._split(args, kwargs), stacklevel=4)
+            return self._entry(*self._split(args, kwargs))
 
-    def _entry(self, call: Call, static: Static, stacklevel: int) -> Entry:
+    def _entry(self, call: Call, static: Static) -> Entry:
         """Finds or makes the entry of a call, which becomes the last one."""
         with self._lock, auto_axes():
             number, x64 = version(), x64_is_on()
@@ -370,8 +370,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             entries = self._entries.setdefault((around.settings, around.devices, static, x64), [])
             entry = next((entry for entry in entries if entry.read(call) is not None), None)
             if is_new := entry is None:
-                notes = warn_ineffective(around.context, stacklevel=stacklevel + 1)
-                notes += warn_without_option(around.backend, around.context, stacklevel=stacklevel + 1)
+                notes = warn_ineffective(around.context)
+                notes += warn_without_option(around.backend, around.context)
                 with tracing_in(around.context.parallel_mode), traced_for(around):
                     entry = entry_of(self._target, call, static, around, notes)
                 entries.append(entry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
@@ -78,6 +79,10 @@ _NOTEBOOK = re.compile(r"(?:^|/)(?:ipykernel_\d+/\d+\.py|<ipython-input-[^/]*>)$
 _FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex", "einops", "jaxtyping", "numpyro", "distrax", "orbax", "penzai")
 _FRAMEWORK = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(_FRAMEWORKS)})/")
 
+PACKAGE = f"{Path(__file__).parents[1]}/"
+"""The folder of this package."""
+_MODELS = f"{PACKAGE}models/"
+
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -110,6 +115,11 @@ def three_digits(number: float) -> str:
 def is_framework(path: str) -> bool:
     """Returns whether a source file belongs to an installed framework, so that a step's author finds no line of theirs in it."""
     return _FRAMEWORK.search(path.replace("\\", "/")) is not None
+
+
+def is_own(path: str) -> bool:
+    """Returns whether a source file belongs to this package, but for models: these are what a user's step calls."""
+    return path.startswith(PACKAGE) and not path.startswith(_MODELS)
 
 
 def file_text(path: str) -> str:

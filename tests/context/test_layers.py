@@ -253,6 +253,8 @@ def test_between_index_mode_and_fusion_indices_the_later_call_wins():
     assert current_context().all_reduce_fusion_config == (5,)
     set_auto_parallel_context(comm_fusion={"allgather": {"mode": "size", "config": 4}})
     assert current_context().index_fusion
+    set_auto_parallel_context(all_reduce_fusion_config=[])
+    assert not current_context().index_fusion
 
 
 def test_dictionaries_given_by_get_are_copies():

@@ -22,7 +22,7 @@ ACCEPTED = [
         [{}, {"parallel_optimizer_threshold": 0}, {"optimizer_weight_shard_size": -1}, {"optimizer_level": "level2"}],
     ),
     ("optimizer_weight_shard_size", [-1, 1, 8]),
-    ("all_reduce_fusion_config", [[0], [20, 35], [1000000]]),
+    ("all_reduce_fusion_config", [[], [0], [20, 35], [1000000]]),
     ("comm_fusion", [{}, {"openstate": False}, {"allreduce": ENTRY}, {"allreduce": {"mode": "index", "config": [3, 10]}}]),
     ("comm_fusion", [{"allgather": {"mode": "size", "config": 1}}, {"reducescatter": {"mode": "auto", "config": 64}}]),
     ("pipeline_stages", [1, 3]),
@@ -45,7 +45,7 @@ BAD_VALUES = [
     ("parallel_optimizer_config", [{"parallel_optimizer_threshold": -1}, {"optimizer_level": "level4"}, {"threshold": 1}]),
     ("parallel_optimizer_config", [{"optimizer_weight_shard_size": 0}, {"optimizer_weight_shard_size": -2}]),
     ("optimizer_weight_shard_size", [0, -2]),
-    ("all_reduce_fusion_config", [[], [3, 3], [3, 1], [-1, 2]]),
+    ("all_reduce_fusion_config", [[3, 3], [3, 1], [-1, 2]]),
     (
         "comm_fusion",
         [{"all_reduce": ENTRY}, {"allreduce": {"mode": "auto"}}, {"allreduce": {"config": None}}, {"allgather": {**ENTRY, "x": 1}}],
@@ -107,6 +107,14 @@ def test_a_bad_value_is_a_value_error_that_names_the_option(name, value):
 def test_a_wrong_type_is_a_type_error_that_names_the_option(name, value):
     with pytest.raises(TypeError, match=f"^{name}.*type"):
         DEFAULT_CONTEXT.replace(**{name: value})
+
+
+@pytest.mark.parametrize("name", [option.name for option in OPTIONS])
+def test_what_get_gives_by_default_can_be_set(name):
+    default = plain(DEFAULT_CONTEXT.value(BY_NAME[name]))
+    changed = DEFAULT_CONTEXT.replace(**{name: default})
+    assert plain(changed.value(BY_NAME[name])) == default
+    assert not changed.fuses_by_index
 
 
 @pytest.mark.parametrize("name", [option.name for option in OPTIONS])

@@ -276,3 +276,40 @@ def test_a_batch_that_the_user_names_and_the_loss_adds_up_needs_no_word():
     step = parallel(local, batch_argnums=(1,))
     assert not [note for note in step.plan(W, X).notes if "sum over the rows" in note]
     np.testing.assert_allclose(step(W, X)[1], plain(W, X)[1], rtol=1e-5)
+
+
+def with_statistics(params, state, x):
+    """A loss that takes and gives a moving mean, at a place that no name marks."""
+    mean = 0.5 * state["norm/~/mean"]["average"] + 0.5 * x.mean(0, keepdims=True)
+    return jnp.mean((x @ params) ** 2), {"norm/~/mean": {"average": mean}}
+
+
+MOVING = {"norm/~/mean": {"average": jnp.ones((1, 4))}}
+ROWS = jnp.arange(64.0).reshape(16, 4) / 64
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("data_parallel", 1), ("semi_auto_parallel", 2)])
+def test_state_that_a_loss_takes_and_gives_is_averaged_as_statistics_are(mode, steps):
+    def step(params, state, x):
+        (value, state), gradient = spmdctx.value_and_grad(with_statistics, has_aux=True)(params, state, x)
+        return params - 0.1 * gradient, state, value
+
+    split = spmdctx.parallel(step, parallel_mode=mode, grad_accumulation_step=steps, gradients_mean=mode == "data_parallel")
+    state = split(jnp.eye(4), MOVING, ROWS)[1]["norm/~/mean"]["average"]
+    wanted = MOVING["norm/~/mean"]["average"]
+    for part in [ROWS] if steps == 1 else [ROWS[0::2], ROWS[1::2]]:  # micro-batches come one after the other
+        wanted = 0.5 * wanted + 0.5 * part.mean(0, keepdims=True)
+    np.testing.assert_allclose(state, wanted, rtol=1e-6)
+    plan = split.plan(jnp.eye(4), MOVING, ROWS)
+    assert sum("next value of 'state/norm/~/mean/average'" in note for note in plan.notes) == 1
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+def test_leaves_of_one_row_are_no_batch_beside_more(mode):
+    def evaluate(params, state, x):
+        return jnp.sum((x - state["norm/~/mean"]["average"]) @ params, axis=1)
+
+    unread = {**MOVING, "other": {"hidden": jnp.ones((1, 4))}}
+    plan = spmdctx.plan(evaluate, jnp.eye(4), unread, ROWS, parallel_mode=mode)
+    assert [leaf.path for leaf in plan.inputs if leaf.role is Role.BATCH] == ["x"]
+    assert sum("leaves of one row" in note for note in plan.notes) == 1

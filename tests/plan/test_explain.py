@@ -18,6 +18,10 @@ from tests.plan import PATHS, small_plan
 from tests.plan.fake_alternatives import WHOLE, FakeAlternatives
 
 
+def searched_plan(**changes):
+    return small_plan(search_mode="dynamic_programming", **changes)
+
+
 def test_a_pattern_is_text():
     with pytest.raises(TypeError, match=r"(?s)asked by a pattern.*got: +3.*need: +part of a path"):
         small_plan().explain(3)
@@ -112,7 +116,7 @@ FLIPS = (
 
 def test_a_plan_that_knows_its_program_prices_whole_steps():
     fake = FakeAlternatives(FLIPS)
-    found = small_plan(alternatives=fake).explain("layers/1/w")
+    found = searched_plan(alternatives=fake).explain("layers/1/w")
     (one,) = found.tensors
     assert fake.asked == [("value", 1)]
     assert one.whole_step
@@ -125,8 +129,19 @@ def test_a_plan_that_knows_its_program_prices_whole_steps():
     assert "with all else as planned" not in text
 
 
+def test_where_nothing_is_searched_no_budget_lets_another_choice_win():
+    text = str(small_plan(alternatives=FakeAlternatives(FLIPS), search_mode="", mode="data_parallel").explain("layers/1/w"))
+    assert "faster    with links below 12.5 GB/s (now 45 GB/s)" in text
+    assert "memory_bytes" not in text
+    assert "it wins" not in text
+    assert "data_parallel weighs no alternatives" in text
+    nowhere = str(small_plan(alternatives=FakeAlternatives()).explain("layers/1/w"))
+    assert "sharding_propagation weighs no alternatives" in nowhere
+    assert "a batch 16 times as large or small\n" in nowhere
+
+
 def test_the_first_that_something_flips_is_the_last_to_be_asked():
-    (one,) = small_plan(alternatives=FakeAlternatives(FLIPS)).explain("layers/1/w").tensors
+    (one,) = searched_plan(alternatives=FakeAlternatives(FLIPS)).explain("layers/1/w").tensors
     assert [len(row.flips) for row in one.alternatives] == [3, 0]
 
 
@@ -138,19 +153,19 @@ def test_what_is_faster_but_does_not_fit_says_which_budget_it_needs():
         def flips(self, alternative):
             return (Flip("memory_bytes", False, 2.0 * 2**30, 2**30, -1e-3),) if alternative.delta_s < 0 else ()
 
-    text = str(small_plan(alternatives=Tight()).explain("layers/1/w"))
+    text = str(searched_plan(alternatives=Tight()).explain("layers/1/w"))
     assert "too large whole: 1.00 ms faster, 1.00 GiB more per device" in text
     assert "it wins   with memory_bytes above 2.00 GiB (now 1.00 GiB), where this fits" in text
 
 
 def test_where_nothing_flips_the_choice_it_says_what_was_tried():
-    assert "it wins   nowhere: not with links 64 times" in str(small_plan(alternatives=FakeAlternatives()).explain("layers/1/w"))
+    assert "it wins   nowhere: not with links 64 times" in str(searched_plan(alternatives=FakeAlternatives()).explain("layers/1/w"))
 
 
 @pytest.mark.parametrize("pattern", ["sub", "update", "model.py:30"])
 def test_ops_have_runners_up_too(pattern):
     fake = FakeAlternatives()
-    found = small_plan(alternatives=fake).explain(pattern)
+    found = searched_plan(alternatives=fake).explain(pattern)
     assert fake.asked == [("op", 4)]
     (kind,) = found.op_kinds
     assert (kind.op.primitive, kind.num_runs) == ("sub", 2)
@@ -158,7 +173,7 @@ def test_ops_have_runners_up_too(pattern):
 
 
 def test_many_groups_are_told_with_first_order_prices_beyond_the_first_few():
-    plan = small_plan(alternatives=FakeAlternatives())
+    plan = searched_plan(alternatives=FakeAlternatives())
     inputs = tuple(plan.inputs[0]._replace(path=f"state/{name}") for name in "abcdefg")
     shapes = tuple(tensor._replace(shape=(32, 32 * (index + 1))) for index, tensor in enumerate(inputs))
     table = OpTable(plan.op_table.operations, plan.op_table.origins, plan.op_table.choices, (0,) * 7, plan.op_table.outputs)
@@ -198,7 +213,7 @@ COLUMNS = ((), ("data",))
 
 
 def test_what_a_plan_that_is_not_optimal_missed_is_called_better():
-    text = str(small_plan(alternatives=Given((WHOLE, -1e-3), (COLUMNS, 1e-3))).explain("layers/1/w"))
+    text = str(searched_plan(alternatives=Given((WHOLE, -1e-3), (COLUMNS, 1e-3))).explain("layers/1/w"))
     assert "  better    whole: 1.00 ms faster, as much memory per device; 1 other tensor moves along" in text
     assert "  runner-up [-, data]: 1.00 ms slower" in text
 
@@ -206,14 +221,14 @@ def test_what_a_plan_that_is_not_optimal_missed_is_called_better():
 @pytest.mark.parametrize("delta_s", [1.4e-20, -1.4e-20, 3e-10, -3e-10])
 def test_differences_of_rounding_are_as_fast(delta_s):
     fake = Given((WHOLE, delta_s), flips=FLIPS)
-    text = str(small_plan(alternatives=fake).explain("layers/1/w"))
+    text = str(searched_plan(alternatives=fake).explain("layers/1/w"))
     assert "runner-up whole: as fast, as much memory per device" in text
 
 
 def test_what_only_permutes_axes_is_told_and_not_asked_about():
     mesh = LogicalMesh.of({"data": 4, "model": 4})
     fake = Given((COLUMNS, 1e-3), ((("model",), ()), 1e-3), (WHOLE, 2e-3))
-    text = str(small_plan(alternatives=fake, logical_mesh=mesh).explain("layers/1/w"))
+    text = str(searched_plan(alternatives=fake, logical_mesh=mesh).explain("layers/1/w"))
     assert fake.flipped == [COLUMNS, WHOLE]
     assert "[model, -], the axes in other places: 1.00 ms slower" in text
     assert "runner-up [-, data]: 1.00 ms slower" in text
@@ -221,7 +236,7 @@ def test_what_only_permutes_axes_is_told_and_not_asked_about():
 
 @pytest.mark.parametrize(("delta_s", "is_outside"), [(-1e-4, True), (1e-4, False)])
 def test_what_is_below_the_lower_bound_was_not_to_be_searched(delta_s, is_outside):
-    plan = small_plan(alternatives=Given((WHOLE, delta_s)), lower_bound_s=4e-4, gap=0.0)
+    plan = searched_plan(alternatives=Given((WHOLE, delta_s)), lower_bound_s=4e-4, gap=0.0)
     assert ("not in the space that was searched" in str(plan.explain("layers/1/w"))) is is_outside
 
 
@@ -244,17 +259,17 @@ def test_first_order_prices_say_what_they_leave_out():
 
 def test_ops_without_a_runner_up_say_why():
     pattern = "model.py"
-    none = small_plan(alternatives=Given()).explain(pattern)
+    none = searched_plan(alternatives=Given()).explain(pattern)
     assert {kind.missing for kind in none.op_kinds} == {"none: no other split is free and divides"}
     assert "runner-up not known: the plan does not hold the step" in str(small_plan().explain(pattern))
     one = small_plan(logical_mesh=LogicalMesh.of({"data": 1})).explain(pattern)
     assert {kind.missing for kind in one.op_kinds} == {"there is one device"}
-    assert "runner-up none: no other sharding is free" in str(small_plan(alternatives=Given()).explain("batch"))
+    assert "runner-up none: no other sharding is free" in str(searched_plan(alternatives=Given()).explain("batch"))
 
 
 def test_only_the_heaviest_kinds_of_op_have_runners_up_and_the_others_say_so(monkeypatch):
     monkeypatch.setattr(sys.modules[explain_plan.__module__], "MAX_PRICED", 1)
-    kinds = small_plan(alternatives=FakeAlternatives()).explain("model.py").op_kinds
+    kinds = searched_plan(alternatives=FakeAlternatives()).explain("model.py").op_kinds
     assert sum(bool(kind.alternatives) for kind in kinds) == 1
     assert all(bool(kind.missing) != bool(kind.alternatives) for kind in kinds)
     assert any("ask for fewer" in kind.missing for kind in kinds)

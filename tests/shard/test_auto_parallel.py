@@ -116,3 +116,12 @@ def test_only_known_modes_and_attributes_are_there():
         _ = AutoParallel(step).unknown
     AutoParallel(step).no_init_parameters_in_compile()
     AutoParallel(step).transformer_opt(None)
+
+
+def test_a_split_loss_in_a_loss_of_each_device_is_refused_with_a_remedy():
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    step = spmdctx.parallel(lambda w, x: spmdctx.grad(spmdctx.AutoParallel(loss))(w, x), parallel_mode="data_parallel")
+    with pytest.raises(UnsupportedError, match=r"(?s)^loss is split over devices.*give spmdctx.value_and_grad the function itself"):
+        step(jnp.eye(8), jnp.ones((16, 8)))

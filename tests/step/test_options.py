@@ -1,5 +1,7 @@
 """Options of a step: names, types, devices, meshes and topologies."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -139,6 +141,24 @@ def test_the_topology_is_that_of_the_devices(kind, platform, device, noted):
 def test_a_bad_option_is_refused_when_the_step_is_made(options, error, words):
     with pytest.raises(error, match=words):
         spmdctx.parallel(forward, **options)
+
+
+@pytest.mark.parametrize(
+    ("value", "fix"),
+    [
+        ("auto_parallel", "parallel_mode='auto_parallel'"),
+        ("dynamic_programing", "search_mode='dynamic_programming'"),
+        ({"parallel_mode": "data_parallel"}, "write ** before"),
+        (AbstractMesh((8,), ("data",)), "mesh="),
+        (spmdctx.auto_parallel_context(device_num=2), "with spmdctx.auto_parallel_context"),
+        (3, "such as parallel_mode="),
+    ],
+    ids=str,
+)
+def test_an_option_without_its_name_is_refused_with_the_way_to_write_it(value, fix):
+    for given in ((lambda x: x, value), *([(value,)] if isinstance(value, str | dict) else [])):
+        with pytest.raises(TypeError, match=rf"(?s)by their names only.*fix: .*{re.escape(fix)}"):
+            spmdctx.parallel(*given)
 
 
 def test_devices_and_a_mesh_with_devices_contradict_each_other():

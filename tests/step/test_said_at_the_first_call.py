@@ -99,7 +99,7 @@ ASKED = [{}, {"dataset_strategy": "data_parallel"}]
 def test_a_batch_that_does_not_divide_is_named(mode, asked):
     (sentence,) = said(spmdctx.parallel(plain_step, parallel_mode=mode, **asked), W, ODD)
     assert sentence.startswith("Batch leaf 'x' of shape (13, 4) does not divide over data")
-    assert sentence.endswith("every device holds it whole.")
+    assert sentence.endswith("every device holds it whole. A multiple of 8 rows would.")
 
 
 @pytest.mark.parametrize(
@@ -211,3 +211,36 @@ def test_statistics_of_each_device_are_explained_by_verify():
     report = spmdctx.parallel(step, parallel_mode="data_parallel", gradients_mean=True).verify(W, X)
     assert not report.ok
     assert "why: The loss is no plain sum over the rows of 'x'" in str(report)
+
+
+def adam_step(w, state, x):
+    updates, state = ADAM.update(jax.grad(loss)(w, x), state, w)
+    return optax.apply_updates(w, updates), state
+
+
+ADAM = optax.adam(1e-3)
+WIDE = RNG.normal(size=(1001, 40)).astype(np.float32)
+"""Weights whose first dimension no two devices can share."""
+
+
+@pytest.mark.parametrize(("threshold", "count"), [(64, 1), (1000, 0)])
+def test_state_that_the_parallel_optimizer_leaves_whole_is_said(threshold, count):
+    config = {"parallel_optimizer_config": {"parallel_optimizer_threshold": threshold}}
+    step = spmdctx.parallel(adam_step, parallel_mode="data_parallel", enable_parallel_optimizer=True, **config)
+    sentences = said(step, WIDE, ADAM.init(WIDE), np.ones((16, 1001), np.float32))
+    assert len(sentences) == count
+    assert all("of state whole on every device" in one and "'state/0/mu' [1001, 40]" in one for one in sentences)
+
+
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"parallel_mode": "semi_auto_parallel"}, "a batch whose rows divide over the devices, or parallel_mode='auto_parallel'"),
+        ({"parallel_mode": "auto_parallel"}, "dataset_strategy='data_parallel' has the batch split in any case"),
+        ({"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}, "search_mode='dynamic_programming'"),
+    ],
+    ids=["strategies", "search", "propagation"],
+)
+def test_work_that_devices_repeat_is_noted_with_a_remedy(options, remedy):
+    (note,) = [note for note in spmdctx.plan(plain_step, W, ODD, **options).notes if "repeat each other's work" in note]
+    assert remedy in note

@@ -60,14 +60,26 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
         raise ContextError(
             f"A pipeline of {stages} stages needs at least as many micro-batches.",
             where=calls[0].where,
-            got=f"{options.micro_batches}",
-            fix=f"wrap the loss in spmdctx.PipelineCell(loss, micro_size={4 * stages}), or set grad_accumulation_step",
+            got=f"{_asked(calls[0], options)}, and pipeline_stages={stages}",
+            fix=_more(calls[0], stages),
         )
     carrier = _Pipelined(calls, options)
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *_outvoted(plain, options))))
     return PipelinedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
+
+
+def _asked(call: SeenCall, options: GradientOptions) -> str:
+    """Returns the option that says how many micro-batches there are."""
+    count = options.micro_batches
+    return f"grad_accumulation_step={count}" if call.micro_size is None else f"PipelineCell(micro_size={count})"
+
+
+def _more(call: SeenCall, stages: int) -> str:
+    if call.micro_size is None:
+        return f"wrap the loss in spmdctx.PipelineCell(loss, micro_size={4 * stages}), or set grad_accumulation_step"
+    return "raise micro_size, or use fewer pipeline_stages"
 
 
 def _outvoted(plain: GradientOptions, options: GradientOptions) -> list[str]:

@@ -19,6 +19,7 @@ from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.search.suggestion import suggested
 from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
+from spmdctx.pipeline.stages.notes import explaining_shares
 from spmdctx.pipeline.stages.plans import REDUCTION, Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
@@ -53,7 +54,8 @@ class PipelinePlanner:
             planner = self._planner if like is None else self._planner.roughly
             return self._planned(Staging(self._loss, free, num_chunks, schedule_of, planner, holds=may_wait), like, room)
 
-        staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
+        with explaining_shares(self._loss.step, settings):
+            staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
         if is_binding:
             stages, found = _within(staging, stages, found, room)
         found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found)]

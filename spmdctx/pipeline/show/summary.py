@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from spmdctx.ir.graph import Role
-from spmdctx.pipeline.data import PipelineData, StagedTensor
+from spmdctx.pipeline.data import PipelineData
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.summary.sentence import asks_for_first_stage, phrase
-from spmdctx.plan.summary.strategy import strategy_of
+from spmdctx.plan.summary.strategy import kept, strategy_of
 from spmdctx.wording import counted
 
 
@@ -24,12 +24,6 @@ def pipeline_sentence(plan: PipelineData) -> str:
 
 def _of_part(plan: PipelineData, joint: Plan) -> str:
     """Returns what a part of the loss is; the optimizer state lies with the whole step."""
-    found = strategy_of(joint.logical_mesh.names, joint.inputs, [joint.op_table], joint.collectives)
-    states = {leaf.path: _split(leaf, found.rows) for leaf in plan.inputs if leaf.role is Role.OPTIMIZER and leaf.shape}
+    found = strategy_of(dict(joint.logical_mesh.axes), joint.inputs, [joint.op_table], joint.collectives)
+    states = {leaf.path: kept(leaf, found.rows) for leaf in plan.inputs if leaf.role is Role.OPTIMIZER and leaf.shape}
     return phrase(replace(found, states=states), dict(joint.logical_mesh.axes), asks_for_first_stage(joint.options))
-
-
-def _split(leaf: StagedTensor, rows: tuple[str, ...]) -> tuple[int, int]:
-    """Returns the bytes of a leaf, and those that axes of the batch split."""
-    num_bytes = leaf.num_bytes
-    return num_bytes, num_bytes * any(axis in rows for dim in leaf.sharding for axis in dim)

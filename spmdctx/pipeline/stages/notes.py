@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+from spmdctx.errors import Sentence, StrategyError, listed
+from spmdctx.ir.graph import Role
+from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.pipeline.stages.whole import PlannedPipeline, foreign_operands
 from spmdctx.rules.control_flow import CONTROL_FLOW
+from spmdctx.search.setup.modes import BatchForm
+from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, counted
 
 _MOST_NAMED = 3
@@ -33,6 +40,46 @@ def whole_backward(pipeline: PlannedPipeline) -> list[str]:
         f"{pipeline.schedule.name} leaves these equations of the backward pass in one part, which gives the gradients of inputs and "
         f"weights together: {kinds}. So fewer gradients of weights are left to fill the time in which stages wait."
     ]
+
+
+def is_undivided(note: str) -> bool:
+    """Returns whether a note says that rows of a micro-batch do not divide over the devices of a stage."""
+    return isinstance(note, Sentence) and note.form is BatchForm.UNDIVIDED
+
+
+def undivided_batch(pipeline: PlannedPipeline) -> list[str]:
+    """Returns a note on leaves of the user's batch whose micro-batches the devices of a stage do not share, else on what enters it."""
+    leaves = {leaf.path: leaf.shape for leaf in pipeline.step.captured.inputs}
+    count = pipeline.step.loss.num_micro
+    found: dict[tuple[str, ...], list[str]] = {}
+    entering: list[str] = []
+    for number, chunk in enumerate(pipeline.planned):
+        for note in (note for task in chunk.tasks.values() for note in task.planned.plan.notes):
+            if isinstance(note, Sentence) and note.form is BatchForm.UNDIVIDED:
+                path, *rest = (note.gaps[name] for name in ("path", "axes", "kept", "rows"))
+                if path in leaves:
+                    found.setdefault(tuple(rest), []).append(f"'{path}' {list(leaves[path])}")
+                else:
+                    entering.append(f"What enters stage {number} in each micro-batch does not divide over {rest[0]}: {rest[1]}.")
+    names_of = {key: listed(list(dict.fromkeys(names))) for key, names in found.items()}
+    return [
+        f"The batch runs in {count} micro-batches, whose rows do not divide over {axes} of a stage: {kept}. "
+        f"A batch of a multiple of {count * int(rows)} rows would, or fewer micro-batches. This holds for {names}."
+        for (axes, kept, rows), names in names_of.items()
+    ] or entering[:1]
+
+
+@contextmanager
+def explaining_shares(step: PipelinedStep, settings: Settings) -> Iterator[None]:
+    """Adds to errors about strategies and batches what a stage has of the devices and of the batch, in the user's own numbers."""
+    try:
+        yield
+    except StrategyError as error:
+        count, devices, stages = step.loss.num_micro, settings.num_devices, settings.context.pipeline_stages
+        rows = max((leaf.shape[0] for leaf in step.captured.inputs if leaf.role is Role.BATCH and leaf.shape), default=0)
+        batch = f", and each of {count} micro-batches {rows // count} of the batch's {rows} rows" if rows else ""
+        error.add_line(f"each of {stages} pipeline stages has {devices // stages} of {devices} devices{batch}")
+        raise
 
 
 def crossing_after(pipeline: PlannedPipeline) -> list[str]:

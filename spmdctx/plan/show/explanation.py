@@ -8,7 +8,7 @@ from typing import Any
 
 from spmdctx.ir.mesh import axes_of
 from spmdctx.plan.data import PlanData, Reshard
-from spmdctx.plan.explain import ExplanationData, Instead, OpExplanation, TensorExplanation
+from spmdctx.plan.explain import ExplanationData, Instead, OpExplanation, TensorExplanation, weighs
 from spmdctx.plan.groups import by_cause
 from spmdctx.plan.show.plain import explanation_figures
 from spmdctx.wording import TIMES, bytes_text, counted, place_text, seconds_text, split_text, tensor_text
@@ -41,13 +41,19 @@ def _lines(explanation: ExplanationData) -> Iterator[str]:
     for one in explanation.tensors:
         yield from _tensor_lines(one, explanation.plan)
     if explanation.op_kinds:
-        yield from _op_lines(explanation.op_kinds)
+        yield from _op_lines(explanation.op_kinds, explanation.plan)
+        yield ""
+    rows = [row for tensor in explanation.tensors for row in tensor.alternatives]
+    rows += [row for kind in explanation.op_kinds for row in kind.alternatives]
+    if rows and not weighs(explanation.plan):
+        made_by = explanation.plan.search_mode or explanation.plan.mode
+        yield f"{made_by} weighs no alternatives: auto_parallel by dynamic_programming would take what is better"
         yield ""
     if explanation.collectives:
         yield "communication at the same places in the program"
         for group in by_cause(explanation.collectives)[:MAX_USES]:
             payload = f"{group.count} {TIMES} {group.kind} over {'+'.join(group.axes)}, {bytes_text(group.payload_bytes)}"
-            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause} ({place_text(group.source)})"
+            yield f"  {payload}, {seconds_text(group.time_s)}: {group.cause}{_at(group.source)}"
 
 
 def _tensor_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
@@ -58,7 +64,7 @@ def _tensor_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
     yield f"  chosen    {split_text(one.tensor.sharding)} for {kind}, {local} of {bytes_text(one.tensor.num_bytes)} per device"
     for label, text in story(one, plan):
         yield f"  {label:<9} {text}"
-    yield from _alternative_lines(one)
+    yield from _alternative_lines(one, plan)
     yield ""
 
 
@@ -69,21 +75,21 @@ def story(one: TensorExplanation, plan: PlanData) -> Iterator[tuple[str, str]]:
         uses = [use for use in one.uses if use.writes is writes]
         for use in uses[:MAX_USES]:
             cast = ", after a cast" if use.cast else ""
-            yield label, f"as {split_text(use.needs)} by {use.primitive} ({place_text(use.source)}){cast}"
+            yield label, f"as {split_text(use.needs)} by {use.primitive}{_at(use.source)}{cast}"
         if len(uses) > MAX_USES:
             yield "", f"and by {len(uses) - MAX_USES} more"
     for row in _distinct(one.reshards):
         move = f"{split_text(row.source_sharding)} to {split_text(row.target_sharding)}"
-        yield "moves", f"{move} for {row.op} ({place_text(row.location)})"
+        yield "moves", f"{move} for {row.op}{_at(row.location)}"
     if not one.reshards:
         yield "moves", "nothing: every op takes it as it is stored"
 
 
-def _alternative_lines(one: TensorExplanation) -> Iterator[str]:
+def _alternative_lines(one: TensorExplanation, plan: PlanData) -> Iterator[str]:
     names = [split_text(row.sharding) for row in one.alternatives]
     several = len(one.paths) > 1
     if one.whole_step:
-        yield from _runners_up(one.alternatives, names, several)
+        yield from _runners_up(one.alternatives, names, several, plan)
         if not one.alternatives:
             yield "  runner-up none: no other sharding is free and divides"
         return
@@ -101,10 +107,13 @@ def _price_text(row: Instead, several: bool) -> str:
     return f"{time}, {memory} per device{' each' if several else ''}"
 
 
-def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool) -> Iterator[str]:
-    """Gives the lines of alternatives priced as whole steps, with what would make them win, or what was tried if nothing does."""
+def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool, plan: PlanData) -> Iterator[str]:
+    """Gives the lines of alternatives priced as whole steps, with what would make them win, or what was tried if nothing does.
+
+    Where none was weighed, none wins: the lines say when an alternative would be faster.
+    """
     shown = rows[:MAX_ALTERNATIVES]
-    last = ""
+    last, (wins, nor) = "", ("it wins", ", nor any budget") if weighs(plan) else ("faster", "")
     for row, name in zip(shown, names, strict=False):
         label = "runner-up" if row.extra_s >= 0 else "too large" if row.flips else "better"
         along = f"; {counted(row.num_moved, 'other tensor')} {'moves' if row.num_moved == 1 else 'move'} along" if row.num_moved else ""
@@ -112,10 +121,15 @@ def _runners_up(rows: Sequence[Instead], names: Sequence[str], several: bool) ->
         outside = "; not in the space that was searched" if row.outside else ""
         yield f"  {'' if label == last else label:<9} {name}{permuted}: {_price_text(row, several)}{along}{outside}"
         for position, text in enumerate(row.flips):
-            yield f"  {'' if position else 'it wins':<9} {text}"
+            yield f"  {'' if position else wins:<9} {text}"
         last = "" if row.flips else label
     if any(row.extra_s > 0 for row in shown) and not any(row.flips for row in shown):
-        yield "  it wins   nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small, nor any budget"
+        yield f"  {wins:<9} nowhere: not with links 64 times as fast or slow, nor a batch 16 times as large or small{nor}"
+
+
+def _at(source: str) -> str:
+    """Returns a place in brackets; nothing for what no line of the user's makes."""
+    return f" ({place_text(source)})" if source else ""
 
 
 def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
@@ -123,14 +137,14 @@ def _distinct(reshards: Sequence[Reshard]) -> list[Reshard]:
     return list(reversed(seen.values()))[:MAX_USES]
 
 
-def _op_lines(kinds: Sequence[OpExplanation]) -> Iterator[str]:
+def _op_lines(kinds: Sequence[OpExplanation], plan: PlanData) -> Iterator[str]:
     for kind in kinds[:MAX_OPS]:
         op = kind.op
-        yield f"{op.primitive}  {TIMES}{kind.num_runs}  ({place_text(op.source)})"
+        yield f"{op.primitive}  {TIMES}{kind.num_runs} {_at(op.source)}"
         yield f"  split     {op.sharding or 'nothing: every device does all of it'}"
         yield f"  rule      {op.rule}"
         names = [f"{row.split}, result {split_text(row.sharding)}" for row in kind.alternatives]
-        yield from _runners_up(kind.alternatives, names, kind.num_runs > 1)
+        yield from _runners_up(kind.alternatives, names, kind.num_runs > 1, plan)
         if kind.missing:
             yield f"  runner-up {kind.missing}"
     if len(kinds) > MAX_OPS:

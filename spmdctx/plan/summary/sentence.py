@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from spmdctx.context.values import OPTIMIZER_LEVELS
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.summary.flow import Origin
-from spmdctx.plan.summary.strategy import Part, Strategy, Weight, slices, strategy_of
+from spmdctx.plan.summary.strategy import Kept, Part, Strategy, Weight, slices, strategy_of
 from spmdctx.wording import counted
 
 _MOST = 0.5
@@ -43,7 +44,7 @@ def phrase_of(plan: PlanData) -> str:
     """Returns what a plan is, as a part of a sentence."""
     if plan.logical_mesh.num_devices == 1:
         return "one device, nothing is split"
-    strategy = strategy_of(plan.logical_mesh.names, plan.inputs, [plan.op_table], plan.collectives)
+    strategy = strategy_of(dict(plan.logical_mesh.axes), plan.inputs, [plan.op_table], plan.collectives)
     return phrase(strategy, dict(plan.logical_mesh.axes), asks_for_first_stage(plan.options))
 
 
@@ -66,28 +67,40 @@ def phrase(strategy: Strategy, sizes: Mapping[str, int], is_first_stage: bool = 
 
 def _of_batch(strategy: Strategy, sizes: Mapping[str, int], of_states: int) -> Iterator[str]:
     """Says how the batch is split, and whether that splits the state, too: by ZeRO of stage 3, or of the stage `of_states`."""
-    over = f"over {counted(slices(strategy.rows, sizes), 'device')}"
+    count = slices(strategy.rows, sizes)
+    over = f"over {counted(count, 'device')}"
     for stage, own in ((3, strategy.parameters), (of_states, strategy.states)):
-        whole, split = (sum(column) for column in zip(*own.values(), strict=True)) if own else (0, 0)
-        if whole and split >= _NEARLY_ALL * whole:
+        whole, split = sum(one.num_bytes for one in own.values()), sum(one.split for one in own.values())
+        if not whole or split < _SOME * whole:
+            continue
+        ways, is_all = slices(_main_way(own.values()), sizes), split >= _NEARLY_ALL * whole
+        if is_all and ways == count:
             yield f"ZeRO-{stage} {over}"
             return
-        if whole and split >= _SOME * whole:
-            yield f"data-parallel {over}"
-            yield f"ZeRO-{stage} for {_joined(_kinds_split(strategy, own))}"
-            return
+        kinds = "" if is_all else f" for {_joined(_kinds_split(strategy, own))}"
+        yield f"data-parallel {over}"
+        yield f"ZeRO-{stage}{kinds}{'' if ways == count else f' over {ways}'}"
+        return
     if strategy.rows:
         yield f"data-parallel {over}"
 
 
-def _kinds_split(strategy: Strategy, own: Mapping[str, tuple[int, int]]) -> Sequence[str]:
+def _main_way(own: Iterable[Kept]) -> tuple[str, ...]:
+    """Returns the axes that split most of the bytes that are split."""
+    ways: Counter[tuple[str, ...]] = Counter()
+    for one in own:
+        ways.update(one.ways)
+    return max(ways, key=lambda axes: ways[axes])
+
+
+def _kinds_split(strategy: Strategy, own: Mapping[str, Kept]) -> Sequence[str]:
     """Returns the parts of the model most of whose bytes are split, the largest first."""
     tables = {one.path for one in strategy.weights if one.is_table}
     sums: dict[str, tuple[int, int]] = {}
-    for path, (whole, split) in own.items():
+    for path, one in own.items():
         name = _kind(path, is_table=path in tables)
         before = sums.get(name, (0, 0))
-        sums[name] = before[0] + whole, before[1] + split
+        sums[name] = before[0] + one.num_bytes, before[1] + one.split
     largest = sorted(sums, key=lambda name: -sums[name][1])
     return [name for name in largest if sums[name][1] >= _MOST * sums[name][0]] or largest[:1]
 

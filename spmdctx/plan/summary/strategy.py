@@ -7,12 +7,13 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from typing import NamedTuple, Protocol
 
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import Role
 from spmdctx.ir.primitives import LOOKED_UP, MATRIX_PRODUCTS
 from spmdctx.ir.rule import DimFactors
-from spmdctx.ir.sharding import OpSharding
+from spmdctx.ir.sharding import OpSharding, TensorSharding
 from spmdctx.plan.data import OpTable, PlannedTensor
 from spmdctx.plan.summary.flow import Origin, Walk, Walked, input_dims
 
@@ -49,6 +50,23 @@ class Weight:
     stored: tuple[str, ...] = ()
 
 
+class Kept(NamedTuple):
+    """How arrays lie in memory.
+
+    Attributes:
+        num_bytes: of the whole arrays.
+        ways: the bytes of those that axes of the batch split in memory alone, by these axes.
+    """
+
+    num_bytes: int
+    ways: Mapping[tuple[str, ...], int]
+
+    @property
+    def split(self) -> int:
+        """The bytes that some axis splits."""
+        return sum(self.ways.values())
+
+
 @dataclass(frozen=True)
 class Strategy:
     """What the axes of a mesh are for in one step.
@@ -58,8 +76,8 @@ class Strategy:
         weights: the parameters that products and look-ups read.
         rows: the axes that split the rows of the batch.
         beside: the axes that split other dimensions of the batch where it is stored, by what they count.
-        parameters, states: of each parameter, by path, its bytes and those of its optimizer state that these axes could split in memory
-            alone, and the part of these bytes that they split.
+        parameters, states: of each parameter, by path, how it and its optimizer state lie in memory, where some axis of the batch does
+            not split them where they are used.
         gradients: the share of the bytes of sums over the batch that leave a device a part of the sum.
     """
 
@@ -67,8 +85,8 @@ class Strategy:
     weights: tuple[Weight, ...]
     rows: tuple[str, ...]
     beside: Mapping[Origin, tuple[str, ...]]
-    parameters: Mapping[str, tuple[int, int]]
-    states: Mapping[str, tuple[int, int]]
+    parameters: Mapping[str, Kept]
+    states: Mapping[str, Kept]
     gradients: float
 
 
@@ -77,16 +95,18 @@ _MOST = 0.5
 
 
 def strategy_of(
-    names: Sequence[str], inputs: Sequence[PlannedTensor], tables: Iterable[OpTable], collectives: Sequence[Collective]
+    sizes: Mapping[str, int], inputs: Sequence[PlannedTensor], tables: Iterable[OpTable], collectives: Sequence[Collective]
 ) -> Strategy:
-    """Returns what the axes `names` are for.
+    """Returns what the axes of a mesh are for.
 
     Args:
-        names: of the mesh.
+        sizes: of the axes, by name, in the order of the mesh.
         inputs: the arguments of the step, in the sharding in which they are stored.
         tables: the ops of the step, or of each of its parts.
         collectives: planned communication.
     """
+    # An axis of size 1 splits nothing, whatever a sharding names.
+    names = [name for name, size in sizes.items() if size > 1]
     work: dict[str, dict[Origin, float]] = {name: defaultdict(float) for name in names}
     found: dict[int, Weight] = {}
     total = 0.0
@@ -97,13 +117,13 @@ def strategy_of(
                 flops = float(walked.op.flops * walked.op.repeats)
                 total += flops
                 _count(walked, choice, flops, work)
-            _note_weights(walked, choice, inputs, found)
+            _note_weights(walked, choice, inputs, found, names)
     shares = {name: {origin: part / total for origin, part in own.items()} for name, own in work.items()} if total else {}
     stored = _stored(inputs, names)
     rows = tuple(name for name in names if shares.get(name, {}).get(Origin.ROWS, 0.0) >= _MOST) or stored.pop(Origin.ROWS, ())
     for number, weight in found.items():
         used = {axis for axes in weight.parts.values() for axis in axes}
-        weight.stored = tuple(axis for dim in inputs[number].sharding for axis in dim if axis not in used)
+        weight.stored = tuple(axis for dim in inputs[number].sharding for axis in dim if axis not in used and axis in names)
     return Strategy(shares, tuple(found.values()), rows, stored, *_zero(inputs, found, rows), _scattered(collectives, rows))
 
 
@@ -114,7 +134,9 @@ def _count(walked: Walked, choice: OpSharding, flops: float, work: dict[str, dic
                 work[axis][origin] += flops
 
 
-def _note_weights(walked: Walked, choice: OpSharding, inputs: Sequence[PlannedTensor], found: dict[int, Weight]) -> None:
+def _note_weights(
+    walked: Walked, choice: OpSharding, inputs: Sequence[PlannedTensor], found: dict[int, Weight], names: Collection[str]
+) -> None:
     """Notes how an op splits the parameters that it is the first to read."""
     op = walked.op
     if op.primitive not in MATRIX_PRODUCTS and op.primitive != LOOKED_UP:
@@ -125,7 +147,9 @@ def _note_weights(walked: Walked, choice: OpSharding, inputs: Sequence[PlannedTe
         tensor = inputs[own.weight]
         weight = found[own.weight] = Weight(tensor.path, tensor.num_bytes, op.primitive == LOOKED_UP)
         for part, axes in _parts(walked, choice, position):
-            weight.parts[part] = tuple(dict.fromkeys((*weight.parts.get(part, ()), *axes)))
+            own_axes = [axis for axis in axes if axis in names]
+            if own_axes:
+                weight.parts[part] = tuple(dict.fromkeys((*weight.parts.get(part, ()), *own_axes)))
 
 
 def _parts(walked: Walked, choice: OpSharding, position: int) -> Iterator[tuple[Part, tuple[str, ...]]]:
@@ -157,25 +181,39 @@ def _stored(inputs: Sequence[PlannedTensor], names: Sequence[str]) -> dict[Origi
 
 def _zero(
     inputs: Sequence[PlannedTensor], weights: Mapping[int, Weight], rows: Collection[str]
-) -> tuple[Mapping[str, tuple[int, int]], Mapping[str, tuple[int, int]]]:
-    """Returns the bytes of parameters and of their optimizer state that axes of the batch could split in memory alone, and do split."""
+) -> tuple[Mapping[str, Kept], Mapping[str, Kept]]:
+    """Returns how parameters and their optimizer state lie in memory, where axes of the batch could split them in memory alone."""
     used = {
         inputs[number].path: {axis for part in weight.parts.values() for axis in part if axis in rows} for number, weight in weights.items()
     }
     shapes: dict[tuple[int, ...], str] = {}
     for number in weights:
         shapes.setdefault(inputs[number].shape, inputs[number].path)
-    found: dict[Role, dict[str, tuple[int, int]]] = {Role.PARAMETER: {}, Role.OPTIMIZER: {}}
+    found: dict[Role, dict[str, Kept]] = {Role.PARAMETER: {}, Role.OPTIMIZER: {}}
     for tensor in inputs:
         if tensor.role not in found or not tensor.shape:
             continue
         path = tensor.path if tensor.role is Role.PARAMETER else _parameter_of(tensor, used, shapes)
-        free = set(rows) - used.get(path, set())
+        free = [axis for axis in rows if axis not in used.get(path, ())]
         if free:
-            whole, split = found[tensor.role].get(path, (0, 0))
-            is_split = any(axis in free for dim in tensor.sharding for axis in dim)
-            found[tensor.role][path] = whole + tensor.num_bytes, split + is_split * tensor.num_bytes
+            found[tensor.role][path] = kept(tensor, free, found[tensor.role].get(path))
     return found[Role.PARAMETER], found[Role.OPTIMIZER]
+
+
+class _Leaf(Protocol):
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def sharding(self) -> TensorSharding: ...
+
+
+def kept(leaf: _Leaf, free: Sequence[str], before: Kept | None = None) -> Kept:
+    """Returns how an array lies in memory by those of the axes `free` that split it, together with what was found `before`."""
+    num_bytes, ways = before or Kept(0, {})
+    own = {axis for dim in leaf.sharding for axis in dim}
+    axes = tuple(axis for axis in free if axis in own)
+    more = {axes: ways.get(axes, 0) + leaf.num_bytes} if axes else {}
+    return Kept(num_bytes + leaf.num_bytes, {**ways, **more})
 
 
 def _parameter_of(tensor: PlannedTensor, known: Mapping[str, object], shapes: Mapping[tuple[int, ...], str]) -> str:

@@ -71,7 +71,7 @@ def name_what_is_split(
     stored, inputs = assignment.values, frozenset(graph.inputs)
     whole = [replicated(len(value.shape)) for value in graph.values]
     _, small = splits_of(graph, whole, LogicalMesh.of({"replicas": num_devices}), asked, layerwise)
-    unfit: list[int] = []
+    unfit: dict[int, int | None] = {}
     for coupling in setup.couplings:
         if coupling.value not in inputs:
             continue
@@ -79,7 +79,7 @@ def name_what_is_split(
             setup.pins[coupling.value] = stored[coupling.value]
             setup.reasons[coupling.value] = REASON
         else:
-            unfit.append(coupling.value)
+            unfit[coupling.value] = coupling.dim
     split = [value for value in graph.inputs if any(stored[value])]
     setup.notes += whole_notes(graph, asked, small, unfit, split)
 

@@ -10,18 +10,17 @@ With level 3 the weights are stored split too. Every op outside the update still
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.step import Step, bill_of
-from spmdctx.ir.graph import Graph, Op, Role, Value
+from spmdctx.ir.graph import Graph, Role, Value
 from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, replicated
-from spmdctx.ir.primitives import RENAMES
 from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.topology import Topology
-from spmdctx.search.optimizer.gather_at_use import is_slice, keep_at_rest, readers_of
+from spmdctx.search.optimizer.gather_at_use import keep_at_rest, layer_dim, readers_of
 from spmdctx.search.optimizer.owners import is_weight, owners
 from spmdctx.search.optimizer.refined_mesh import refined, refined_assignment, refined_setup
 from spmdctx.search.optimizer.update_region import multiplied_state, plan_update
@@ -95,13 +94,13 @@ def _split(
     setup, assignment = refined_setup(setup, mesh, parts), refined_assignment(assignment, parts)
     stored: dict[int, TensorSharding] = {}
     gradients: dict[int, TensorSharding] = {}
-    unfit: list[int] = []
+    unfit: dict[int, int | None] = {}
     for one in splits:
         replicas = tuple([part for name in one.replicas for part in parts[name]])
         chosen = replicas if size == ALL_REPLICAS else _inner(replicas, mesh, size)
         target = _target(graph, assignment.values[one.parameter], mesh, one, chosen)
         if target is None:
-            unfit += one.leaves
+            unfit |= dict.fromkeys(one.leaves, one.dim if chosen else None)
             continue
         base = assignment.values[one.parameter]
         # A split that the search has made itself stays.
@@ -155,7 +154,7 @@ def splits_of(
 
     State that is `multiplied` is split along the stack of its parameter, if that divides.
     """
-    readers = readers_of(graph)
+    readers, layers = readers_of(graph), dict(asked.layers)
     found, small = [], list[int]()
     for parameter, state in owners(graph).items():
         known = graph.values[parameter]
@@ -170,7 +169,7 @@ def splits_of(
             small += one.leaves
             continue
         fitting = _fitting_dims(known, stored[parameter], mesh, one, asked.shard_size)
-        dim = _dim(graph, readers, parameter, dict(asked.layers))
+        dim = layers.get(parameter) or layer_dim(graph, readers, parameter)
         if not _has_gradient(graph, parameter) and dim not in fitting:
             dim = next(iter(fitting), dim)
         one = one._replace(dim=dim)
@@ -191,19 +190,7 @@ def _fitting_dims(known: Value, stored: TensorSharding, mesh: LogicalMesh, one: 
 def layer_dims(graph: Graph) -> list[int]:
     """Counts for each input its leading dimensions that count layers of scans."""
     readers = readers_of(graph)
-    return [_dim(graph, readers, value, {}) for value in graph.inputs]
-
-
-def _dim(graph: Graph, readers: Mapping[int, list[Op]], value: int, known: Mapping[int, int]) -> int:
-    """Returns the first dimension that counts no layers of a scan; `known` holds the answers for values that go into shard_maps."""
-    if value in known:
-        return known[value]
-    for op in readers.get(value, []):
-        if is_slice(graph, op) and len(graph.values[value].shape) > 1:
-            return 1 + _dim(graph, readers, op.results[0], known)
-        if op.primitive in RENAMES and (deeper := _dim(graph, readers, op.results[0], known)):
-            return deeper
-    return 0
+    return [layer_dim(graph, readers, value) for value in graph.inputs]
 
 
 def _inner_parts(splits: Iterable[StateSplit], mesh: LogicalMesh, size: int) -> dict[str, int]:

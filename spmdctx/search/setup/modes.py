@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from enum import Enum
 
-from spmdctx.errors import StrategyError, UnsupportedError
+from spmdctx.errors import Sentence, StrategyError, UnsupportedError
 from spmdctx.ir.analysis.batch import batch_dims, dividing_axes
 from spmdctx.ir.graph import Graph, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
@@ -17,6 +18,12 @@ from spmdctx.search.setup.marks import PinnedDims, resolve_marks
 from spmdctx.search.setup.request import LAYERWISE, ManualSpecs, Request, Setup
 
 _MOST_NAMED = 8
+
+
+class BatchForm(Enum):
+    """Sentences about the leaves of a batch."""
+
+    UNDIVIDED = "Batch leaf '{path}' of shape {shape} does not divide over {axes}: {kept}. A multiple of {rows} rows would."
 
 
 def prepare(graph: Graph, request: Request) -> Setup:
@@ -265,7 +272,7 @@ def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
         if shape and value not in setup.pins and axes:
             own = dividing_axes(shape[0], axes, setup.mesh)
             if own != axes:
-                setup.guesses.append(indivisible(graph, value, axes, own))
+                setup.guesses.append(indivisible(graph, value, axes, own, setup.mesh))
             setup.seeds[value] = (own, *replicated(len(shape) - 1))
             setup.reasons[value] = "the batch takes the axes that no strategy uses"
 
@@ -284,15 +291,15 @@ def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int]
             continue
         own = dividing_axes(shape[0], axes, setup.mesh)
         if own != axes:
-            setup.notes.append(indivisible(graph, value, axes, own))
+            setup.notes.append(indivisible(graph, value, axes, own, setup.mesh))
         setup.pins[value] = (own, *replicated(len(shape) - 1))
 
 
-def indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames) -> str:
+def indivisible(graph: Graph, value: int, axes: AxisNames, own: AxisNames, mesh: LogicalMesh) -> Sentence:
     """Says of a batch leaf that only `own` of some axes divide it."""
     known = graph.values[value]
     kept = f"split over {'+'.join(own)} only" if own else "every device holds it whole"
-    return f"Batch leaf '{known.path}' of shape {known.shape} does not divide over {'+'.join(axes)}: {kept}."
+    return Sentence(BatchForm.UNDIVIDED, path=known.path, shape=known.shape, axes="+".join(axes), kept=kept, rows=mesh.num_slices(axes))
 
 
 _SETUP_OF_MODE = {

@@ -22,7 +22,7 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
-from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, whole_backward
+from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, undivided_batch, whole_backward
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
@@ -34,7 +34,7 @@ from spmdctx.step.processes import from_owners, is_of_one_process, is_spread, on
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
-from spmdctx.wording import counted
+from spmdctx.wording import counted, mesh_text
 from spmdctx.wording.phases import log_of
 
 _LOG = log_of("plan")
@@ -134,7 +134,8 @@ class PipelinedEntry(Entry):
     @property
     def warnings(self) -> tuple[str, ...]:
         """What the first call warns of."""
-        return (*self.environment.warnings, *self.captured.warnings)
+        undivided = undivided_batch(self.pipeline)
+        return (*self.environment.warnings, *self.captured.warnings, *([" ".join(undivided)] if undivided else []))
 
     @cached_property
     def spans_processes(self) -> bool:
@@ -231,7 +232,12 @@ class PipelinedEntry(Entry):
                 fix='call spmdctx.communication.init("gloo") at the start of the script, before anything uses a device',
             )
         if len(devices) < needed:
-            raise ContextError(f"The plan is for {needed} devices, and {len(devices)} are there.", fix="use step.plan, or fewer devices")
+            stages, own = len(self.plan.stages), mesh_text(self.plan.logical_mesh)
+            raise ContextError(
+                f"The plan is for {needed} devices, and {len(devices)} are there.",
+                got=f"pipeline_stages={stages}, each on {counted(needed // stages, 'device')} of its own: {own}",
+                fix=f"use step.plan, or a mesh of {len(devices) // stages} devices: that of one stage",
+            )
         return _Program(PipelineProgram(self.pipeline, devices[:needed]))
 
     @cached_property

@@ -8,6 +8,7 @@ from dataclasses import replace
 from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
+from spmdctx.gradients.scope import cells_met
 from spmdctx.pipeline.capture.carrier import capture_pipelined
 from spmdctx.pipeline.capture.stage import is_marked, marks_met
 from spmdctx.step.entry import Entry
@@ -29,10 +30,11 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     settings = around.settings
     stages, mode = settings.context.pipeline_stages, settings.context.parallel_mode
     if stages == 1 or mode not in PLANNED_MODES:
-        with marks_met(records=False) as marks:
+        with marks_met(records=False) as marks, cells_met() as cells:
             captured = capture_step(target, call, static, settings)
+        reason = "pipeline_stages is 1" if stages == 1 else f"parallel_mode {mode!r} has no stages"
+        notes = (*notes, *_cell_notes(cells, settings.context.grad_accumulation_step, reason))
         if marks.stages or is_marked(call):
-            reason = "pipeline_stages is 1" if stages == 1 else f"parallel_mode {mode!r} has no stages"
             sentence = f"Marks by pipeline_stage have no effect: {reason}."
             captured, notes = replace(captured, warnings=(*captured.warnings, sentence)), (*notes, sentence)
         return Entry(captured, around, notes)
@@ -45,3 +47,12 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
                 )
         return chosen_entry(target, call, static, around, notes)
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)
+
+
+def _cell_notes(cells: Sequence[int], micro_batches: int, reason: str) -> list[str]:
+    """Returns a note for each PipelineCell that has no effect because its loss has no stages."""
+    sizes = sorted({size for size in cells if size > 1} - {micro_batches})
+    return [
+        f"PipelineCell(micro_size={size}) has no effect: {reason}. grad_accumulation_step={size} cuts the batch without stages."
+        for size in sizes
+    ]

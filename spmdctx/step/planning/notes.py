@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from spmdctx.context.state import AutoParallelContext
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
-from spmdctx.errors import UnsupportedError
+from spmdctx.errors import UnsupportedError, listed
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
 from spmdctx.ir.graph import Op, Role
@@ -14,10 +15,13 @@ from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
-from spmdctx.plan.data import PeakForm, PeakNote
+from spmdctx.plan.data import PeakForm, PeakNote, PlannedTensor
 from spmdctx.rules import has_rule
+from spmdctx.search.optimizer.asked import optimizer_sharding
+from spmdctx.search.optimizer.state import WEIGHTS_TOO
 from spmdctx.search.setup.modes import batch_leaves, indivisible
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.step.planning.request import search_mode
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.layerwise import matches_path
@@ -25,6 +29,8 @@ from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, exact_bytes_text
 
 _MOST_LISTED = 4
+_MUCH = 0.1
+"""The part of the state from which it is warned of that it stays whole."""
 
 
 def no_buckets_note(program: Program, settings: Settings, mesh: LogicalMesh, buckets: Sequence[int | None]) -> str:
@@ -90,7 +96,7 @@ def plan_notes(
         notes += [] if captured.is_part else _batch_notes(program)
         # What follows a pipeline's loss has no batch, by which its devices could share the work.
         if not captured.is_part or batch_leaves(program.graph):
-            notes += _repeated_work(program, setup, assignment, bill)
+            notes += _repeated_work(program, setup, assignment, bill, settings)
         notes += [] if captured.is_part else unmatched_patterns(captured, settings)
         notes += _early_notes(program, captured, bill)
     return tuple(dict.fromkeys(notes))
@@ -148,7 +154,7 @@ def undivided_batch(program: Program, request: Request, mesh: LogicalMesh, assig
     if mesh.num_devices == 1 or request.dataset == "full_batch" or isinstance(request.dataset, tuple):
         return []
     return [
-        indivisible(graph, value, mesh.names, ())
+        indivisible(graph, value, mesh.names, (), mesh)
         for value in batch_leaves(graph)
         if _is_undivided(graph.values[value].shape, mesh.num_devices, request.dataset) and not any(assignment.values[value])
     ]
@@ -159,17 +165,50 @@ def _is_undivided(shape: tuple[int, ...], num_devices: int, dataset: object) -> 
     return bool(shape) and shape[0] % num_devices != 0 and (shape[0] > num_devices or dataset is not None)
 
 
-def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill) -> list[str]:
-    """Returns a note if devices repeat work that they could share."""
+def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill: Bill, settings: Settings) -> list[str]:
+    """Returns a note if devices repeat work that they could share, with what the user can do."""
     if not bill.flops or bill.split_flops / bill.flops >= 0.5:
         return []
     graph, mesh = program.graph, setup.mesh
     whole = [op for op in graph.ops if mesh.num_slices(name for own in assignment.ops[op.id].axes for name in own) < mesh.num_devices]
     largest = max(whole, key=lambda op: op.flops * op.repeats)
     ways = bill.split_flops / bill.flops * mesh.num_devices
+    place = f"{largest.primitive} ({graph.origins[largest.id].source})"
     return [
         f"Devices repeat each other's work: the step's FLOPs are split {ways:.1f} ways on average over {mesh.num_devices} devices; "
-        f"the largest op that is not split over all of them is {largest.primitive} ({graph.origins[largest.id].source})."
+        f"the largest op that is not split over all of them is {place}. {_remedy(settings)}"
+    ]
+
+
+def _remedy(settings: Settings) -> str:
+    """Returns what has devices share the work of a step."""
+    context, search = settings.context, search_mode(settings)
+    if search == "sharding_propagation":
+        return "Give a strategy to spmdctx.shard, or set search_mode='dynamic_programming', which weighs other splits."
+    if not search:
+        return "Give a strategy to spmdctx.shard, a batch whose rows divide over the devices, or parallel_mode='auto_parallel'."
+    own = "" if context.batch_is_pinned else " dataset_strategy='data_parallel' has the batch split in any case."
+    return f"The search found other splits slower: they exchange too much for so little work. Larger batches or layers are split.{own}"
+
+
+def left_whole(inputs: Iterable[PlannedTensor], context: AutoParallelContext) -> list[str]:
+    """Returns a sentence on state that the parallel optimizer was to split, and that each device holds whole, if that is much of it.
+
+    What is below `parallel_optimizer_threshold` stays whole as asked.
+    """
+    asked = optimizer_sharding(context)
+    if asked is None:
+        return []
+    roles = {Role.OPTIMIZER, Role.STATE, *([Role.PARAMETER] if asked.level >= WEIGHTS_TOO else [])}
+    state = [one for one in inputs if one.role in roles and one.shape and one.num_bytes >= max(asked.threshold_bytes, 1)]
+    whole = [one for one in state if not any(one.sharding)]
+    sizes = [sum(one.num_bytes for one in some) for some in (whole, state)]
+    if not whole or sizes[0] < _MUCH * sizes[1]:
+        return []
+    names = listed([f"'{one.path}' {list(one.shape)}" for one in sorted(whole, key=lambda one: -one.num_bytes)])
+    return [
+        f"enable_parallel_optimizer leaves {bytes_text(sizes[0])} of {bytes_text(sizes[1])} of state whole on every device: {names}. "
+        "Notes of the plan say why."
     ]
 
 

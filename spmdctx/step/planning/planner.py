@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ import jax
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives, asks_for_groups, with_copies
-from spmdctx.errors import ContextWarning
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import PlannedGradient, Timing
@@ -31,7 +29,7 @@ from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
 from spmdctx.step.planning.bills import priced, written_collectives
 from spmdctx.step.planning.log import log_plan, log_planning
-from spmdctx.step.planning.notes import group_notes, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
+from spmdctx.step.planning.notes import group_notes, left_whole, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
 from spmdctx.step.planning.other_values import Decision, other_values
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
 from spmdctx.trace.build.program import Program
@@ -39,6 +37,7 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording.phases import line
+from spmdctx.wording.user_warnings import warn_user
 
 
 @dataclass(frozen=True)
@@ -102,9 +101,11 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         plan = replace(plan, gradients=(*own, *named) if own or grouped else plain_gradients(program, setup))
         if certificate is not None:
             plan = certified(plan, certificate)
+        whole = _left_whole(plan, captured, settings)
+        plan = replace(plan, notes=(*plan.notes, *whole))
         if is_main:
             log_plan(captured.name, plan)
-    return Planned(plan, program, assignment, setup.mesh, directives, _joined(undivided))
+    return Planned(plan, program, assignment, setup.mesh, directives, (*_joined(undivided), *whole))
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:
@@ -122,7 +123,13 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     here = replace(here, about=about_of(program, captured, settings))
     _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
-    return Planned(here, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))
+    said = (*_joined(undivided), *_left_whole(here, captured, settings))
+    return Planned(here, program, plan.assignment, plan.logical_mesh, directives, said)
+
+
+def _left_whole(plan: Plan, captured: Captured, settings: Settings) -> list[str]:
+    """Returns a warning of state that was to be split and is not; programs of a pipeline say nothing of the whole state."""
+    return [] if captured.is_part or plan.logical_mesh.num_devices == 1 else left_whole(plan.inputs, settings.context)
 
 
 def _joined(sentences: Sequence[str]) -> tuple[str, ...]:
@@ -137,7 +144,7 @@ def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, as
         program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
     )
     if without:
-        warnings.warn(without, ContextWarning, stacklevel=3)
+        warn_user(without)
     return without
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,8 +25,11 @@ from spmdctx.step.verify.noise.rounding import Noise
 from spmdctx.trace.capture.capture import Captured, OutputLeaf
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
-from spmdctx.wording import counted
+from spmdctx.wording import counted, seconds_text
+from spmdctx.wording.phases import line, log_of, tell
 from spmdctx.wording.reports import Report
+
+_LOG = log_of("verify")
 
 _FIRST_SAMPLES, _MOST_SAMPLES = 6, 24
 _AMPLITUDES = (1.0, 2.0)
@@ -189,19 +193,23 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
     Raises:
         ContextError: a device is missing.
     """
-    with auto_axes():
+    start, name = time.perf_counter(), entry.captured.name
+    with auto_axes(), line(f"Verifying {name}"):
+        count = counted(entry.program.mesh.devices.size, "device")
+        _tell(name, f"it runs on {count}")
         leaves = entry.gathered(leaves)
         # Copies: the step may have been told to reuse the memory of its arguments.
         split = [_host(result) for result in entry.execute(_as_called(entry, leaves))]
         if entry not in _PREPARED:
             _PREPARED[entry] = _Prepared(_reference(entry, plain))
         prepared = _PREPARED[entry]
+        _tell(name, f"it is compiled, and runs {'with whole arguments' if prepared.reference.keeps_constraints else 'on one device'}")
         copied = [prepared.reference.place(leaf) for leaf in leaves]
         with prepared.reference.around():
             whole = prepared.run(copied)
             floors = [Floor(values, _spacing(leaf.dtype)) for values, leaf in zip(whole, entry.captured.outputs, strict=True)]
             differences = [distances(result, values) for result, values in zip(split, whole, strict=True)]
-            excesses = _measured(floors, differences, prepared.samples(copied))
+            excesses = _measured(floors, differences, prepared.samples(copied), name)
     rows = [
         VerifyRow(
             leaf.path,
@@ -216,6 +224,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
         for leaf, floor, difference, excess in zip(entry.captured.outputs, floors, differences, excesses, strict=True)
     ]
     report = VerifyReport(tuple(rows), entry.program.mesh.devices.size, prepared.reference.words)
+    _LOG.info("%s was verified in %s: %s.", name, seconds_text(time.perf_counter() - start), str(report).partition("\n")[0])
     own = [
         *([_DRAWS_APART] if entry.captured.draws_apart else []),
         *([_COLLECTIVES] if entry.captured.is_rewritten and plain is None else []),
@@ -225,7 +234,15 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
     return report if report.ok else report._replace(explanations=entry.captured.deviations)
 
 
-def _measured(floors: Sequence[Floor], differences: Sequence[np.ndarray], samples: Iterable[Sequence[np.ndarray]]) -> list[Excess]:
+def _tell(name: str, text: str) -> None:
+    """Logs what is done next, and shows it in the line of a terminal."""
+    _LOG.info("%s is verified: %s.", name, text)
+    tell(text)
+
+
+def _measured(
+    floors: Sequence[Floor], differences: Sequence[np.ndarray], samples: Iterable[Sequence[np.ndarray]], name: str
+) -> list[Excess]:
     """Takes samples of the noise until they explain every difference, or until there are no more."""
 
     def excesses() -> list[Excess]:
@@ -234,9 +251,12 @@ def _measured(floors: Sequence[Floor], differences: Sequence[np.ndarray], sample
     found = excesses()
     if all(excess.ok for excess in found):
         return found
+    over = sum(not excess.ok for excess in found)
+    _tell(name, f"{counted(over, 'result')} may differ by more than rounding, so rounding is measured by up to {_MOST_SAMPLES} more runs")
     for number, sample in enumerate(samples, 1):
         for floor, values in zip(floors, sample, strict=True):
             floor.add(values)
+        tell(f"rounding measured by {counted(number, 'run')} of at most {_MOST_SAMPLES}")
         if number >= _FIRST_SAMPLES:
             found = excesses()
             if all(excess.ok for excess in found):

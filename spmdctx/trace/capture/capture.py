@@ -22,6 +22,7 @@ from spmdctx.trace.build.build import Argument, build
 from spmdctx.trace.build.compiled import as_compiled
 from spmdctx.trace.build.jaxprs.constants import without_constants
 from spmdctx.trace.build.jaxprs.equations import struct_of
+from spmdctx.trace.build.origins import at_home, definition_line
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
@@ -88,7 +89,7 @@ class Captured:
 
     The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
     those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own. `is_part` marks a program of a
-    pipeline, whose arguments are not the user's. `model` is the class of the step's model.
+    pipeline, whose arguments are not the user's. `model` is the class of the step's model, and `home` the line of its function.
     """
 
     name: str
@@ -109,11 +110,14 @@ class Captured:
     draws_apart: bool = False
     is_part: bool = False
     model: str = ""
+    home: str = ""
     program: Program | None = None
 
     def built(self) -> Program:
         """Returns the program with its graph, which is built once if something has looked at it before it is planned."""
-        return self.program or build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried)
+        if self.program is not None:
+            return self.program
+        return at_home(build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried), self.home)
 
     def built_for(self, compiler: Compiler) -> Program:
         """Returns the program as the compiler of a machine fuses it."""
@@ -193,6 +197,7 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         mesh_axes,
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,
+        home=definition_line(target.fn),
     )
 
 

@@ -75,7 +75,8 @@ def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Sele
     """Returns the role of each flat input of all `arguments`, in order.
 
     `batch` selects the batch. Without it, the batch is every argument that is not an nnx or linen object, not a PRNG key, and not
-    carried. If nothing is carried and there is no such object, the first argument is not part of it.
+    carried. If nothing is carried and there is no such object, the first argument is not part of it. Nor are leaves of one row beside
+    others of more.
     """
     is_state = [argument.is_object or not carried.isdisjoint(range(argument.span.start, argument.span.stop)) for argument in arguments]
     first_is_state = not any(is_state)
@@ -94,7 +95,15 @@ def roles_of(arguments: Sequence[Argument], carried: frozenset[int], batch: Sele
         roles += own
         if parameters is None and Role.PARAMETER in own:
             parameters = argument.span.tree
-    return roles
+    return roles if batch is not None else _without_single_rows(arguments, roles)
+
+
+def _without_single_rows(arguments: Sequence[Argument], roles: Sequence[Role]) -> list[Role]:
+    """Returns the roles, where leaves of one row beside others of more are no batch: statistics are such leaves."""
+    avals = [aval for argument in arguments for aval in argument.avals]
+    is_batch = [role is Role.BATCH for role in roles]
+    rows = max((aval.shape[0] for aval, own in zip(avals, is_batch, strict=True) if own), default=0)
+    return [Role.ARGUMENT if own and aval.shape[0] == 1 < rows else role for aval, own, role in zip(avals, is_batch, roles, strict=True)]
 
 
 def with_update_roles(roles: Sequence[Role], arguments: Sequence[Argument], updates: Updates) -> list[Role]:
@@ -155,7 +164,18 @@ def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: froze
             f"{', '.join(taken)}: taken as the batch, and {own[0].name} not, as no argument comes back as a result; "
             "batch_argnums= says it otherwise."
         )
+    single = [] if batch is not None else [argument.name for argument in own if _has_single_rows(argument, roles)]
+    if single:
+        notes.append(
+            f"{', '.join(single)}: leaves of one row are not taken as the batch, whose rows are more; batch_argnums= says it otherwise."
+        )
     return tuple(notes)
+
+
+def _has_single_rows(argument: Argument, roles: Sequence[Role]) -> bool:
+    """Returns whether leaves of an argument are no batch for their one row alone."""
+    own = zip(argument.avals, roles[argument.span.start : argument.span.stop], strict=True)
+    return not argument.is_object and any(role is Role.ARGUMENT and aval.shape[:1] == (1,) for aval, role in own)
 
 
 def leaf_text(aval: Any) -> str:

@@ -37,6 +37,11 @@ def test_a_path_is_explained_by_the_programs_that_read_it(plan):
     assert "'stage 0' to 'stage 3'" in str(plan.explain("nothing/like/it"))
 
 
+def test_sums_of_gradients_are_explained_where_devices_share_a_stage():
+    plan = small.parallel(2, device_num=4).plan(*small.state_of(2, tied=False), small.batch_of())
+    assert "gradient of params/last" in str(plan.explain("params/last"))
+
+
 def test_the_page_has_the_timeline_and_all_stages(plan, tmp_path):
     plan.save_html(tmp_path / "plan.html")
     page = (tmp_path / "plan.html").read_text()

@@ -48,6 +48,11 @@ def zero(level):
     return {"enable_parallel_optimizer": True, "parallel_optimizer_config": {**ON_LEVELS, "optimizer_level": f"level{level}"}}
 
 
+def pinned_loss(parameters, batch):
+    """The loss of a layer, whose activations are constrained over an axis of size 1."""
+    return mlp_loss()(parameters, {**batch, "x": jax.lax.with_sharding_constraint(batch["x"], jax.P("data", "one", "other"))})
+
+
 BY_HAND = {
     "data_parallel": ((mlp_loss(), MLP, MLP_BATCH), {"parallel_mode": "data_parallel"}, "Data-parallel over 8 devices"),
     "batch": ((mlp_loss(), MLP, MLP_BATCH), {}, "Data-parallel over 8 devices"),
@@ -62,6 +67,26 @@ BY_HAND = {
     "megatron": ((mlp_loss(COLUMN, ROW), MLP, MLP_BATCH), {}, "Data-parallel over 2 devices, MLP tensor-parallel over 4"),
     "megatron, zero 1": ((mlp_loss(COLUMN, ROW), MLP, MLP_BATCH), zero(1), "ZeRO-1 over 2 devices, MLP tensor-parallel over 4"),
     "megatron, zero 3": ((mlp_loss(COLUMN, ROW), MLP, MLP_BATCH), zero(3), "ZeRO-3 over 2 devices, MLP tensor-parallel over 4"),
+    "megatron by axes named so, zero 3": (
+        (mlp_loss(), MLP, MLP_BATCH, {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}),
+        {"mesh": {"fsdp": 2, "tp": 4, "one": 1}, "parallel_mode": "auto_parallel", "dataset_strategy": ((2, 1, 1), (2, 1, 1))},
+        "ZeRO-3 over 2 devices, MLP tensor-parallel over 4",
+    ),
+    "stored over some of the batch's axes": (
+        (mlp_loss(), MLP, MLP_BATCH, {"up": (None, "tp"), "down": ("tp", None)}),
+        {"mesh": {"fsdp": 2, "tp": 4}},
+        "Data-parallel over 8 devices, ZeRO-3 over 4",
+    ),
+    "zero 1 in groups": (
+        (mlp_loss(), MLP, MLP_BATCH),
+        {**zero(1), "optimizer_weight_shard_size": 4},
+        "Data-parallel over 8 devices, ZeRO-1 over 4",
+    ),
+    "axes of size 1": (
+        (pinned_loss, MLP, MLP_BATCH, {"up": ("data", "one")}),
+        {"mesh": {"data": 8, "one": 1, "other": 1}},
+        "Data-parallel over 8 devices, ZeRO-3 for MLP",
+    ),
     "megatron alone": (
         (mlp_loss(((1, 1, 1), (1, 8)), ((1, 1, 8), (8, 1))), MLP, MLP_BATCH),
         {"dataset_strategy": "full_batch"},

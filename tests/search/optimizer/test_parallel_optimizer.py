@@ -182,7 +182,7 @@ def test_what_is_small_or_does_not_divide_stays_whole_and_is_named():
     small, indivisible = (next(note for note in plan.notes if word in note) for word in ("less than 2 KB", "does not divide"))
     assert "'params/bias'" in small
     assert "'params/odd'" in small
-    assert "'params/long'" in indivisible
+    assert "'params/long' [1001, 33] by its dimension 0" in indivisible
     found = is_split(plan)
     assert not any(found[f"state/0/{kind}/{name}"] for kind in ("mu", "nu") for name in ("bias", "odd", "long"))
     assert found["state/0/mu/up"]
@@ -246,34 +246,40 @@ def test_weights_are_gathered_and_gradients_scattered_and_no_activation_moves(di
         assert sorted(row.payload_bytes for row in rows if row.kind == kind) == sizes
 
 
-def test_stacked_weights_are_split_inside_a_layer_in_a_local_loss_too():
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stacked_weights_are_split_inside_a_layer_in_a_local_loss_too(micro_batches):
     def step(params, x):
         def objective(params):
             return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0] ** 2)
 
         return jax.tree.map(jnp.subtract, params, spmdctx.grad(objective)(params))
 
-    plan = parallel(step, "level3").plan({"layers": jnp.stack([jnp.eye(WIDTH)] * 8)}, jnp.ones((BATCH, WIDTH)))
+    split = parallel(step, "level3", grad_accumulation_step=micro_batches)
+    plan = split.plan({"layers": jnp.stack([jnp.eye(WIDTH)] * 7)}, jnp.ones((BATCH, WIDTH)))
     assert plan.inputs[0].sharding == ((), ("data",), ())
     assert sorted(row.kind for row in plan.collectives) == ["all_gather", "reduce_scatter"]
 
 
-def test_stacked_weights_are_split_inside_a_layer_and_gathered_layer_by_layer():
+@pytest.mark.parametrize(("mode", "micro_batches"), [("data_parallel", 1), ("semi_auto_parallel", 2)])
+def test_stacked_weights_are_split_inside_a_layer_and_gathered_layer_by_layer(mode, micro_batches):
+    differentiate = jax.value_and_grad if micro_batches == 1 else spmdctx.value_and_grad
+
     def step(params, state, x):
-        def objective(params):
+        def objective(params, x):
             return jnp.mean(jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["layers"])[0] ** 2)
 
-        value, gradients = jax.value_and_grad(objective)(params)
+        value, gradients = differentiate(objective)(params, x)
         updates, state = tx.update(gradients, state, params)
         return optax.apply_updates(params, updates), state, value
 
     tx = OPTIMIZERS["adamw"]
-    params = {"layers": jnp.stack([jnp.eye(WIDTH)] * 8)}
-    split = parallel(step, "level3")
+    params = {"layers": jnp.stack([jnp.eye(WIDTH)] * 7)}
+    split = parallel(step, "level3", mode, grad_accumulation_step=micro_batches)
     plan = split.plan(params, tx.init(params), jnp.ones((BATCH, WIDTH)))
+    assert plan.summary.startswith("ZeRO-3 over 8 devices")
     assert {leaf.sharding for leaf in plan.inputs if len(leaf.shape) == 3} == {((), ("data",), ())}
     gathers = [row for row in plan.collectives if row.kind == "all_gather"]
-    assert {(row.payload_bytes, row.repeats) for row in gathers} == {(WIDTH * WIDTH * 4, 8)}
+    assert {(row.payload_bytes, row.repeats) for row in gathers} == {(WIDTH * WIDTH * 4, 7 * micro_batches)}
     assert split.audit(params, tx.init(params), jnp.ones((BATCH, WIDTH))).ok
 
 

@@ -158,7 +158,7 @@ def test_groups_are_of_neighbouring_devices(size, axes, target):
 def test_groups_of_another_size_than_the_replicas_allow_are_named():
     setup, assignment = Made().split(size=3)
     assert not any(any(dims) for value, dims in enumerate(assignment.values) if value in (1, 2, 3))
-    assert "over 3 of its replicas" in setup.notes[0]
+    assert "has no groups of 3 of its replicas" in setup.notes[0]
 
 
 def test_layers_of_a_scan_are_no_dimension_to_split():

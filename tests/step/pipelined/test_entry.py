@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import spmdctx
-from spmdctx.errors import ContextError, ContextWarning, UnsupportedError
+from spmdctx.errors import ContextError, ContextWarning, StrategyError, UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import local_shape
 from tests.pipeline import losses
@@ -162,6 +162,68 @@ def test_steps_without_one_loss_are_refused(step, words):
 def test_a_pipeline_cell_needs_a_number(size):
     with pytest.raises(ContextError, match="micro_size"):
         spmdctx.PipelineCell(losses.loss, size)
+
+
+def chain(params, x):
+    return jnp.mean(sum(jnp.tanh(x @ w) for w in params) ** 2)
+
+
+def doubled(params, x):
+    return chain(params, spmdctx.shard(lambda x: x * 2, in_strategy=((8, 1),))(x))
+
+
+FAULTS = {
+    "cell and rows": (
+        (chain, 4),
+        15,
+        {},
+        ["4 micro-batches", "15 is not divisible by 4", "(15, 4)", "such as 16", "micro_size of PipelineCell"],
+    ),
+    "cell and stages": ((chain, 4), 64, {"pipeline_stages": 8}, ["PipelineCell(micro_size=4), and pipeline_stages=8"]),
+    "option and stages": ((chain, None), 66, {"grad_accumulation_step": 3}, ["grad_accumulation_step=3, and pipeline_stages=4"]),
+    "devices of a stage": (
+        (doubled, 4),
+        64,
+        {},
+        ["each of 4 pipeline stages has 2 of 8 devices", "4 micro-batches 16 of the batch's 64 rows"],
+    ),
+    "slices of a batch": ((chain, 4), 60, {"dataset_strategy": ((2, 1),)}, ["size 15", "4 micro-batches 15 of the batch's 60 rows"]),
+    "slices and stages": ((chain, 4), 64, {"dataset_strategy": ((8, 1),)}, ["2 devices of each of 4 pipeline stages", "8 devices in all"]),
+}
+
+
+def chain_step(loss, micro_size):
+    own = loss if micro_size is None else spmdctx.PipelineCell(loss, micro_size)
+    return lambda params, x: spmdctx.value_and_grad(own)(params, x)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_errors_have_the_numbers_that_the_user_gave(fault):
+    made, rows, options, words = FAULTS[fault]
+    step = spmdctx.parallel(chain_step(*made), **{"parallel_mode": "semi_auto_parallel", "pipeline_stages": 4, **options})
+    with pytest.raises((StrategyError, ContextError)) as caught:
+        step.plan([jnp.eye(4)] * 8, jnp.ones((rows, 4)))
+    assert [word for word in words if word not in str(caught.value)] == []
+
+
+def test_rows_that_the_devices_of_a_stage_do_not_share_are_said_at_the_first_call():
+    step = spmdctx.parallel(chain_step(chain, 4), parallel_mode="semi_auto_parallel", pipeline_stages=2)
+    params, x = [jnp.eye(4)] * 8, jnp.ones((60, 4))
+    with pytest.warns(ContextWarning, match=r"4 micro-batches.*do not divide over data of a stage.*multiple of 16 rows.*'x' \[60, 4\]"):
+        step(params, x)
+    assert sum("do not divide" in note for note in step.plan(params, x).notes) == 1
+
+
+def test_a_mesh_that_is_too_large_for_a_stage_is_named():
+    step = spmdctx.parallel(chain_step(chain, 4), parallel_mode="semi_auto_parallel", pipeline_stages=2, mesh={"data": 8})
+    with pytest.raises(ContextError, match=r"(?s)16 devices, and 8.*pipeline_stages=2, each on 8 devices.*mesh of 4 devices"):
+        step([jnp.eye(4)] * 8, jnp.ones((64, 4)))
+
+
+def test_a_cell_without_stages_is_noted():
+    plan = spmdctx.plan(chain_step(chain, 4), [jnp.eye(4)], jnp.ones((16, 4)), parallel_mode="semi_auto_parallel")
+    (note,) = [note for note in plan.notes if "PipelineCell" in note]
+    assert note.startswith("PipelineCell(micro_size=4) has no effect: pipeline_stages is 1. grad_accumulation_step=4")
 
 
 def test_a_pipeline_s_state_is_made_on_its_stages_and_its_batch_is_placed():

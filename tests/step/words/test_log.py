@@ -62,6 +62,15 @@ def test_a_second_call_logs_nothing(said):
     assert said() == []
 
 
+def test_verify_logs_what_it_is_at(said):
+    spmdctx.parallel(train, parallel_mode="data_parallel").verify(rows(WIDTH), rows(16))
+    first, second, *_, last = [text for phase, text in said() if phase == "verify"]
+    assert first == "train is verified: it runs on 8 devices."
+    assert second == "train is verified: it is compiled, and runs on one device."
+    assert last.startswith("train was verified in ")
+    assert last.endswith(": same on 8 devices as on one: 1 result.")
+
+
 def test_the_search_logs_each_mesh(said):
     spmdctx.parallel(train, parallel_mode="auto_parallel").plan(rows(WIDTH), rows(16))
     meshes = [text for phase, text in said() if phase == "search"]

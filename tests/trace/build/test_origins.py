@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -9,8 +12,8 @@ import optax
 import pytest
 from flax import nnx
 
-from spmdctx import plan
-from spmdctx.trace.build.origins import scope_path, source_line
+from spmdctx import parallel, plan, value_and_grad
+from spmdctx.trace.build.origins import definition_line, scope_path, source_line
 
 
 class Mlp(nn.Module):
@@ -53,6 +56,26 @@ def test_ops_and_collectives_of_linen_name_their_module(linen_plan):
     products = {op.source.rpartition(" in ")[2] for op in linen_plan.ops if op.primitive == "dot_general"}
     assert products == {f"Stack/layers_{layer}/Dense_{dense})" for layer in (0, 1) for dense in (0, 1)}
     assert "(layers_*/Dense_0)" in str(linen_plan)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+@pytest.mark.parametrize("bind", [lambda fn: fn, functools.partial], ids=["plain", "partial"])
+def test_what_the_library_does_for_a_step_comes_from_the_line_of_its_function(mode, bind):
+    def loss(w, x):
+        return jnp.mean((x @ w) ** 2)
+
+    made = parallel(bind(value_and_grad(loss)), parallel_mode=mode, device_num=8, grad_accumulation_step=2, gradients_mean=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sources = {op.source for op in made.plan(jnp.eye(16), jnp.ones((64, 16))).ops}
+    lines = {source.split(" (")[0] for source in sources}
+    first = loss.__code__.co_firstlineno
+    assert f"test_origins.py:{first}" in lines
+    assert lines <= {f"test_origins.py:{first}", f"test_origins.py:{first + 1}"}
+
+
+def test_functions_of_jax_have_no_line_of_the_user():
+    assert [definition_line(fn) for fn in (jnp.dot, jax.grad, plan, functools.partial(jnp.dot, 1))] == [""] * 4
 
 
 def test_lines_of_nnx_are_those_of_the_module_that_calls():
