@@ -27,7 +27,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames, notes_on_rules
+from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -82,9 +82,10 @@ class Captured:
 
     `jaxpr` takes one variable for each entry of `inputs` and gives one for each entry of `outputs`; closed-over arrays are its
     consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
-    is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
-    by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told,
-    and `arguments` the argument of the user's call to which each input belongs. `warnings` are said at the first call.
+    is the mesh that was set while the step was traced, empty if none was. `batch_axes` are those of the rule of the batch, if there is
+    one. `gradients` belong to losses that each device computes by itself, in the order of their first use. `guessed` are the inputs that
+    were taken as the batch without being told, and `arguments` the argument of the user's call to which each input belongs. `warnings`
+    are said at the first call.
 
     The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
     those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own. `is_part` marks a program of a
@@ -100,6 +101,7 @@ class Captured:
     owned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
     mesh_axes: tuple[tuple[str, int], ...] = ()
+    batch_axes: tuple[str, ...] | None = None
     gradients: tuple[LossGradient, ...] = ()
     guessed: frozenset[int] = frozenset()
     arguments: tuple[int | str, ...] = ()
@@ -189,8 +191,9 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *notes_on_rules()])),
+        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *(notes_on_rules() if num_devices > 1 else ())])),
         mesh_axes,
+        batch_axes(),
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,
     )
