@@ -69,6 +69,23 @@ def test_constraints_by_logical_names_inside_of_the_step_are_pins():
     assert plan.outputs[0].sharding == (("data", "model"), ())
 
 
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        names = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads", "kv"))
+        return nn.with_logical_constraint(nn.DenseGeneral((4, 16), kernel_init=names)(x), ("batch", "heads", None))
+
+
+def test_a_kernel_with_more_names_than_its_initial_matrix_spoils_nothing():
+    def step(variables, x):
+        return Heads().apply(variables, x), Heads().init(jax.random.key(0), x)
+
+    plan = planned(step, jax.eval_shape(Heads().init, jax.random.key(0), X), X, rules={"heads": "model", "batch": "data"})
+    assert split_of(plan, "kernel/value") == ((), ("model",), ())
+    assert plan.outputs[0].sharding == (("data",), ("model",), ())
+    assert not any("without the mesh" in note for note in plan.notes)
+
+
 def test_names_of_nnx_metadata_are_pins():
     plan = planned(layer_step, Layer("embed", "mlp"), X, rules={"mlp": "model", "embed": "data"})
     assert split_of(plan, "w") == (("data",), ("model",))

@@ -25,7 +25,7 @@ class _Notes:
 
     unknown: dict[str, _Unknown] = field(default_factory=dict)
     foreign: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    undivided: dict[str, list[str]] = field(default_factory=dict)
+    undivided: dict[str, dict[tuple[str, str], list[str]]] = field(default_factory=dict)
 
 
 class _Unknown(NamedTuple):
@@ -78,9 +78,8 @@ def _fitting(graph: Graph, pin: ValuePin, mesh: LogicalMesh, notes: _Notes) -> P
         fitting = tuple(dim and dividing_axes(size, dim, mesh) for dim, size in zip(known, shape, strict=True))
         kept = tuple(dim or () for dim in fitting)
         done = f"kept as {format_sharding(kept)}" if any(kept) else "ignored"
-        notes.undivided.setdefault(pin.origin, []).append(
-            f"{format_sharding(asked)} does not divide shape {shape} {place_of(graph, pin.value)}: {done}"
-        )
+        text = f"{format_sharding(asked)} does not divide shape {shape}"
+        notes.undivided.setdefault(pin.origin, {}).setdefault((text, done), []).append(place_of(graph, pin.value))
     return fitting if any(fitting) or fitting == pin.dims else None
 
 
@@ -95,15 +94,18 @@ def _written(notes: _Notes, mesh: LogicalMesh) -> list[str]:
         text = f"{origin} of {counted(len(places), 'tensor')} names {', '.join(sorted(axes))}, which the mesh ({own}) does not have"
         texts.append(f"{text}: no split.{_some(places)} Logical names need rules=.")
     for origin, entries in notes.undivided.items():
-        more = f"; and {len(entries) - _MOST_NAMED} more" if len(entries) > _MOST_NAMED else ""
-        texts.append(f"{origin} {'; '.join(entries[:_MOST_NAMED])}{more}.")
+        given = [f"{text} {places[0]}{_and_more(places, 1)}: {done}" for (text, done), places in entries.items()]
+        texts.append(f"{origin} {'; '.join(given[:_MOST_NAMED])}{_and_more(given, _MOST_NAMED)}.")
     return texts
 
 
 def _some(places: Sequence[str]) -> str:
     """Names a few of the tensors, if any."""
-    more = f" and {len(places) - _MOST_TENSORS} more" if len(places) > _MOST_TENSORS else ""
-    return f" Tensors: {', '.join(places[:_MOST_TENSORS])}{more}." if places else ""
+    return f" Tensors: {', '.join(places[:_MOST_TENSORS])}{_and_more(places, _MOST_TENSORS)}." if places else ""
+
+
+def _and_more(given: Sequence[str], named: int) -> str:
+    return f" and {len(given) - named} more" if len(given) > named else ""
 
 
 def _name_of(graph: Graph, value: int) -> str:

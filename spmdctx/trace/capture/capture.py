@@ -27,7 +27,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules
+from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules, unconstrained_initials
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -252,22 +252,30 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         if jax.sharding.get_abstract_mesh().empty:
             raise
         axes, reason = ", ".join(jax.sharding.get_abstract_mesh().axis_names), str(error).partition("\n")[0]
-        jaxpr = _traced_without_mesh(flat, shapes, error)
-        note = f"The step is traced without the mesh that is set (axes {axes}): with it, JAX says {reason!r}."
+        jaxpr, without_mesh = _traced_again(flat, shapes, error)
+        if without_mesh:
+            note = (
+                f"The step is traced without the mesh that is set (axes {axes}), so that constraints by names of axes have no effect. "
+                f"With it, JAX says {reason!r}."
+            )
     return _Traced(as_lowered(without_high_primitives(jaxpr)), results, kept, note)
 
 
-def _traced_without_mesh(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> jexc.ClosedJaxpr:
-    """Traces a step that failed while a mesh is set, such as the step's own.
+def _traced_again(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> tuple[jexc.ClosedJaxpr, bool]:
+    """Traces a step that failed while a mesh is set, such as the step's own; returns the program, and whether no mesh was set this time.
 
     JAX allows no shard_map of another mesh there, be it of one device. If it fails without the mesh too, the first error counts.
     """
     try:
+        with unconstrained_initials():
+            return jax.make_jaxpr(flat)(*shapes), False
+    except ValueError:
+        pass
+    try:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            jaxpr: jexc.ClosedJaxpr = jax.make_jaxpr(flat)(*shapes)
+            return jax.make_jaxpr(flat)(*shapes), True
     except Exception:
         raise error from None
-    return jaxpr
 
 
 @contextmanager
