@@ -193,6 +193,7 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     """
     leaves = batch_leaves(graph)
     if not any(mark.strategy is not None for mark in request.marks) and _is_split_by_user(request, setup):
+        setup.follows_user = True
         _follow_user(graph, request, setup, leaves)
         return
     _split_batch(graph, request, setup, leaves, setup.mesh.names)

@@ -116,6 +116,8 @@ class Setup:
 
     `reasons` names for a pinned or seeded value who asked for it; for the values of `layerwise` the reason holds however they are split.
 
+    `follows_user` says that nothing but shardings that the user wrote with JAX is pinned.
+
     `parts` are, per axis of the mesh that the program was written for, its axes in this mesh; empty if the two are the same.
     """
 
@@ -132,3 +134,4 @@ class Setup:
     parts: Mapping[str, AxisNames] = field(default_factory=dict)
     couplings: tuple[Coupling, ...] = ()
     unscattered: frozenset[int] = frozenset()
+    follows_user: bool = False

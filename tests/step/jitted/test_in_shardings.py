@@ -50,6 +50,31 @@ def test_propagation_moves_no_more_bytes_than_jit():
     assert step.audit(PARAMS, BATCH).ok
 
 
+def layers_step(layers, batch):
+    def layer(x, weights):
+        return x + jnp.tanh(x @ weights["up"]) @ weights["down"], None
+
+    loss, grads = jax.value_and_grad(lambda layers: jnp.mean(jax.lax.scan(layer, batch, layers)[0] ** 2))(layers)
+    return jax.tree.map(lambda old, new: old - new, layers, grads), loss
+
+
+def test_weights_and_a_batch_on_one_axis_are_gathered_layer_by_layer():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    layers = {"down": jnp.ones((3, 64, 32)), "up": jnp.ones((3, 32, 64))}
+    specs = {"down": P(None, "tensor", "fsdp"), "up": P(None, "fsdp", "tensor")}
+    of_layers = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    whole = jax.jit(layers_step, in_shardings=(of_layers, NamedSharding(mesh, P("fsdp"))), out_shardings=(of_layers, None))
+    step = spmdctx.parallel(whole, parallel_mode="semi_auto_parallel", mesh=mesh)
+    plan = step.plan(layers, jnp.ones((8192, 32)))
+    own = 32 * 64 * 4 // 2
+    gathers = [(one.payload_bytes, one.repeats) for one in plan.collectives if (one.kind, one.axes) == ("all_gather", ("fsdp",))]
+    assert gathers
+    assert set(gathers) == {(own, 3)}
+    sums = [(one.kind, one.payload_bytes, one.repeats) for one in plan.collectives if one.axes == ("fsdp",) and one.payload_bytes > 4]
+    assert [one for one in sums if one[0] != "all_gather"] == [("reduce_scatter", own, 3)] * 2
+    assert step.audit(layers, jnp.ones((8192, 32))).ok
+
+
 def test_a_result_that_is_no_state_is_split_as_out_shardings_say():
     step = jax.jit(lambda x: x[:, :8] * 2, in_shardings=NamedSharding(MESH, P("data")), out_shardings=NamedSharding(MESH, P(None, "model")))
     plan = spmdctx.plan(step, BATCH, parallel_mode="semi_auto_parallel", mesh=MESH)
