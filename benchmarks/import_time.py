@@ -17,6 +17,8 @@ COMMANDS = {
     "import spmdctx": ["-c", "import spmdctx"],
     "import jax, flax, optax, spmdctx": ["-c", f"{BASE}, spmdctx"],
     "from spmdctx import parallel": ["-c", "from spmdctx import parallel"],
+    "the same after jax, flax, optax": ["-c", f"{BASE}; from spmdctx import parallel"],
+    "a step is made": ["-c", f"{BASE}; from spmdctx import parallel; parallel(abs, parallel_mode='auto_parallel')"],
     "spmdctx --help": ["-m", "spmdctx", "--help"],
     "spmdctx plan --help": ["-m", "spmdctx", "plan", "--help"],
     "spmdctx k8s submit --help": ["-m", "spmdctx", "k8s", "submit", "--help"],

@@ -26,20 +26,7 @@ from spmdctx.errors import (
 
 if TYPE_CHECKING:
     from spmdctx import communication, data, ops
-    from spmdctx.api import (
-        MicroBatchInterleaved,
-        ParallelStep,
-        PipelineCell,
-        get_mesh,
-        grad,
-        parallel,
-        pipeline_stage,
-        plan,
-        server_init,
-        server_table,
-        set_param_ps,
-        value_and_grad,
-    )
+    from spmdctx.api import parallel, plan
     from spmdctx.audit import AuditReport
     from spmdctx.checkpoint import (
         CheckpointManager,
@@ -64,14 +51,20 @@ if TYPE_CHECKING:
         set_auto_parallel_context,
         set_ps_context,
     )
+    from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
     from spmdctx.ir.layout import Layout
     from spmdctx.machine.topology import Topology
+    from spmdctx.pipeline.capture.stage import pipeline_stage
     from spmdctx.plan import Plan
+    from spmdctx.server.initial import server_init, server_table
+    from spmdctx.server.marks import set_param_ps
     from spmdctx.shard.auto_parallel import AutoParallel
     from spmdctx.shard.decorate import shard
     from spmdctx.step.report.metrics import Metrics
     from spmdctx.step.report.report import StepReport
+    from spmdctx.step.step import ParallelStep
     from spmdctx.step.verify.verify import VerifyReport
+    from spmdctx.trace.scope.mesh import get_mesh
 
 __version__ = "0.1.0"
 
@@ -134,10 +127,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "spmdctx.api": (
-        "MicroBatchInterleaved ParallelStep PipelineCell get_mesh grad parallel pipeline_stage plan server_init server_table set_param_ps "
-        "value_and_grad"
-    ),
+    "spmdctx.api": "parallel plan",
     "spmdctx.audit": "AuditReport",
     "spmdctx.checkpoint": (
         "CheckpointManager build_searched_strategy load_distributed_checkpoint merge_sliced_parameter rank_list_for_transform "
@@ -147,14 +137,20 @@ _HOMES = {
         "auto_parallel_context get_algo_parameters get_auto_parallel_context get_ps_context load_context reset_algo_parameters "
         "reset_auto_parallel_context reset_ps_context set_algo_parameters set_auto_parallel_context set_ps_context"
     ),
+    "spmdctx.gradients": "MicroBatchInterleaved PipelineCell grad value_and_grad",
     "spmdctx.ir.layout": "Layout",
     "spmdctx.machine.topology": "Topology",
+    "spmdctx.pipeline.capture.stage": "pipeline_stage",
     "spmdctx.plan": "Plan",
+    "spmdctx.server.initial": "server_init server_table",
+    "spmdctx.server.marks": "set_param_ps",
     "spmdctx.shard.auto_parallel": "AutoParallel",
     "spmdctx.shard.decorate": "shard",
     "spmdctx.step.report.metrics": "Metrics",
     "spmdctx.step.report.report": "StepReport",
+    "spmdctx.step.step": "ParallelStep",
     "spmdctx.step.verify.verify": "VerifyReport",
+    "spmdctx.trace.scope.mesh": "get_mesh",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 

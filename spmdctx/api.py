@@ -1,33 +1,19 @@
-"""The functions that users call: `parallel`, `plan`, and those for use inside a step."""
+"""The functions that users call to make a step parallel: `parallel` and `plan`.
+
+What plans and runs a step is imported when the first step is made, which takes as long as importing JAX.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, overload
 
-from spmdctx.gradients import MicroBatchInterleaved, PipelineCell, grad, value_and_grad
-from spmdctx.pipeline.capture.stage import pipeline_stage
-from spmdctx.plan.plan import Plan
-from spmdctx.server.initial import server_init, server_table
-from spmdctx.server.marks import set_param_ps
-from spmdctx.step.options import ParallelOptions, options_by_name
-from spmdctx.step.step import ParallelStep
-from spmdctx.trace.scope.mesh import get_mesh
+if TYPE_CHECKING:
+    from spmdctx.plan.plan import Plan
+    from spmdctx.step.options import ParallelOptions
+    from spmdctx.step.step import ParallelStep
 
-__all__ = [
-    "MicroBatchInterleaved",
-    "ParallelStep",
-    "PipelineCell",
-    "get_mesh",
-    "grad",
-    "parallel",
-    "pipeline_stage",
-    "plan",
-    "server_init",
-    "server_table",
-    "set_param_ps",
-    "value_and_grad",
-]
+__all__ = ["parallel", "plan"]
 
 
 P = ParamSpec("P")
@@ -62,6 +48,9 @@ def parallel(
         ContextError: an option is unknown or a value is bad.
         TypeError: a value has a wrong type, or an option is given without its name.
     """
+    from spmdctx.step.options import options_by_name
+    from spmdctx.step.step import ParallelStep
+
     unnamed = others or ((fn,) if isinstance(fn, str | Mapping) else ())
     if unnamed:
         raise options_by_name("spmdctx.parallel", unnamed[0])

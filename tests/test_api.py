@@ -154,6 +154,7 @@ assert not hasattr(spmdctx, "nothing")
     "words",
     [
         ("-c", "import spmdctx; dir(spmdctx); spmdctx.ContextError; spmdctx.set_auto_parallel_context(device_num=2)"),
+        ("-c", "from spmdctx import parallel, plan"),
         ("-c", "import spmdctx.models.presets; spmdctx.models.preset('tiny')"),
         ("-m", "spmdctx", "--help"),
         ("-m", "spmdctx", "plan", "--help"),
@@ -168,6 +169,19 @@ def test_help_and_a_bare_import_load_no_heavy_library(words):
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "spmdctx" in loaded
     assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "scipy", "rich", "ray", "kubernetes", "IPython", "numpy"}
+
+
+def test_what_plans_and_runs_is_loaded_by_the_first_call_only():
+    script = """
+import sys
+import spmdctx
+step = spmdctx.parallel(abs, parallel_mode="auto_parallel", device_num=2)
+heavy = [f"spmdctx.{name}" for name in ("search.select", "step.entry", "pipeline", "server", "checkpoint", "plan.plan", "cost")]
+assert not [name for name in heavy if name in sys.modules], sys.modules.keys()
+step.plan(1.0)
+assert "spmdctx.search.select" in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 
 
 def test_a_plan_is_made_without_a_step():

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
 from spmdctx.ir.graph import LITERAL
@@ -29,6 +29,7 @@ def propagate(
     forced: Mapping[int, FactorAxes],
     seeds: Mapping[int, TensorSharding],
     one_way: Mapping[int, bool] = NOTHING,
+    later: Collection[int] = (),
 ) -> Assignment:
     """Assigns a sharding to every value and op.
 
@@ -38,13 +39,15 @@ def propagate(
         forced: op id to the axes its factors must have (manual regions).
         seeds: value id to a sharding that spreads like a pin, but may be overruled.
         one_way: id of an identity op to whether shardings spread from its operand to its result only, or back only.
+        later: values whose pins and seeds spread when those of all others have: where two want one axis, the others have it.
     """
-    spreader = Spreader(space, pins, forced, one_way)
-    for value, sharding in seeds.items():
-        slot = space.slot_of[value]
-        if slot not in spreader.fixed:
-            spreader.put(slot, sharding)
+    spreader = Spreader(space, {value: sharding for value, sharding in pins.items() if value not in later}, forced, one_way)
+    spreader.seed({value: sharding for value, sharding in seeds.items() if value not in later})
     spreader.spread()
+    if later:
+        spreader.pin({value: pins[value] for value in later if value in pins})
+        spreader.seed({value: seeds[value] for value in later if value in seeds})
+        spreader.spread()
     state, fixed = spreader.state, spreader.fixed
     settle(space, state, fixed, forced)
     place_values_from_literals(space, state, fixed)
@@ -66,15 +69,26 @@ class Spreader:
         self.forced = forced
         self.one_way = one_way
         self._memo: dict[tuple[int, ...], tuple[int, ...]] = {}
-        for value, sharding in pins.items():
-            slot = space.slot_of[value]
-            self.fixed.add(slot)
-            self.put(slot, sharding)
+        self.pin(pins)
         for index, axes in forced.items():
             rule = space.graph.ops[index].rule
             for slot, dims in zip(space.op_slots[index], (*rule.operands, *rule.results), strict=True):
                 if slot != NO_SLOT and slot not in self.fixed:
                     self.put(slot, project(dims, axes))
+
+    def pin(self, pins: Mapping[int, TensorSharding]) -> None:
+        """Gives values shardings for good."""
+        for value, sharding in pins.items():
+            slot = self.space.slot_of[value]
+            self.fixed.add(slot)
+            self.put(slot, sharding)
+
+    def seed(self, seeds: Mapping[int, TensorSharding]) -> None:
+        """Gives values that are not pinned shardings that may change."""
+        for value, sharding in seeds.items():
+            slot = self.space.slot_of[value]
+            if slot not in self.fixed:
+                self.put(slot, sharding)
 
     def put(self, slot: int, sharding: TensorSharding) -> None:
         """Gives a slot its sharding and wakes the ops around it."""

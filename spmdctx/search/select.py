@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import ContextError
-from spmdctx.ir.graph import Graph
-from spmdctx.ir.mesh import replicated
+from spmdctx.ir.graph import Graph, Role
+from spmdctx.ir.mesh import axes_of, replicated
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.certificate import Certificate
@@ -150,9 +150,32 @@ def _propagated(step: Step, request: Request, options: SearchOptions) -> Chosen:
         return Chosen(setup, whole(step.graph, request.parallel_mode))
     setup.notes += setup.guesses
     space = Space(step.graph, setup.mesh, options.topology, step.from_literals, options.limits)
-    found = propagate(space, setup.pins, setup.forced, {**batch_parts(step.graph, setup), **setup.seeds}, setup.one_way)
+    seeds = {**batch_parts(step.graph, setup), **setup.seeds}
+    ways = [propagate(space, setup.pins, setup.forced, seeds, setup.one_way)]
+    if setup.follows_user and (contested := _contested(step.graph, setup)):
+        # Whether a gather of weights is cheaper than one of activations is not for the order of ops to say.
+        ways += [propagate(space, setup.pins, setup.forced, seeds, setup.one_way, later) for later in contested]
+    found = min(ways, key=lambda one: bill_of(step, one, setup.mesh, options.topology).total_s)
     # Without ops nothing costs anything.
     return Chosen(setup, found, None if step.graph.ops else Certificate(0.0, 0.0))
+
+
+def _contested(graph: Graph, setup: Setup) -> tuple[set[int], ...]:
+    """Returns the pinned and seeded values that are weights, and those that are the batch, if they use a common axis; else nothing."""
+    given = {**setup.seeds, **setup.pins}
+    roles = {value: graph.values[_constrained(graph, value)].role for value in given}
+    batch = {value for value, role in roles.items() if role is Role.BATCH}
+    weights = {value for value, role in roles.items() if role in (Role.PARAMETER, Role.OPTIMIZER, Role.STATE, Role.ARGUMENT)}
+    weights |= given.keys() & set(graph.outputs)
+    used = [{name for value in values for name in axes_of(given[value])} for values in (weights, batch)]
+    return (weights, batch) if used[0] & used[1] else ()
+
+
+def _constrained(graph: Graph, value: int) -> int:
+    """Returns the value to which nothing but constraints were applied."""
+    while value in graph.producers and (op := graph.ops[graph.producers[value]]).primitive == "sharding_constraint":
+        value = op.operands[0]
+    return value
 
 
 def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:

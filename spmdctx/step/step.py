@@ -1,4 +1,7 @@
-"""ParallelStep: a user's step that plans, compiles and runs itself split over devices."""
+"""ParallelStep: a user's step that plans, compiles and runs itself split over devices.
+
+What plans and runs is imported by the first call that needs it: to make a step, as modules do when they are imported, is quick.
+"""
 
 from __future__ import annotations
 
@@ -7,46 +10,41 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
-from typing import Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NamedTuple, ParamSpec, TypeVar, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 import jax
 
 from spmdctx._compat import x64_is_on
-from spmdctx.audit import AuditReport
-from spmdctx.checkpoint.layouts import predicted_layouts
 from spmdctx.context.layers import AutoParallelContext, beneath_layers, current_context, version, warn_ineffective
 from spmdctx.context.typed import ContextOptions
-from spmdctx.data.targets import Targets
 from spmdctx.errors import CommunicationError
-from spmdctx.gradients.capture import capture_plainly
 from spmdctx.lowering.compile_options import warn_without_option
-from spmdctx.plan.mindspore.file import ParameterLayout
-from spmdctx.plan.plan import Plan
-from spmdctx.step import placement
-from spmdctx.step.broadcast import broadcast_read
 from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
-from spmdctx.step.entry import Entry
-from spmdctx.step.export.export import exportable
 from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import ParallelOptions, step_options
-from spmdctx.step.planning.saved import loaded_plan
 from spmdctx.step.report.calls import log_compiling, noted
 from spmdctx.step.report.methods import MeasuredMethods
-from spmdctx.step.served.make import entry_of
-from spmdctx.step.verify import verify
 from spmdctx.step.words.again import log_entry
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
-from spmdctx.trace.capture.capture import Captured
-from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.capture.target import target_of
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.environment import environment
 from spmdctx.trace.scope.mesh import auto_axes, traced_for
 from spmdctx.trace.scope.settings import StepOptions
 from spmdctx.wording.user_warnings import warn_user
+
+if TYPE_CHECKING:
+    from spmdctx.audit import AuditReport
+    from spmdctx.data.targets import Targets
+    from spmdctx.plan.mindspore.file import ParameterLayout
+    from spmdctx.plan.plan import Plan
+    from spmdctx.step.entry import Entry
+    from spmdctx.step.verify.verify import VerifyReport
+    from spmdctx.trace.capture.capture import Captured
+    from spmdctx.trace.capture.structure import Read
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -162,6 +160,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         with ShortTracebacks(), auto_axes():
             entry, read = self._found(call, static)
             if not self._has_run and entry.environment.context.parameter_broadcast:
+                from spmdctx.step.broadcast import broadcast_read
+
                 read = broadcast_read(entry, read)
             self._has_run = True
             self._say(entry)
@@ -198,6 +198,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
+        from spmdctx.step.export.export import exportable
+
         return exportable(self._entry_of(args, kwargs), self._target, self._split(args, kwargs)[1])
 
     def clear_cache(self) -> None:
@@ -213,6 +215,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
         nnx objects appear as states.
         """
+        from spmdctx.step import placement
+
         entry = self._entry_of(args, kwargs)
         return placement.arguments_tree(entry, entry.program.in_shardings, len(self._target.leading))
 
@@ -231,6 +235,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         Raises:
             ContextError: the step is planned in a mode other than semi_auto_parallel and auto_parallel.
         """
+        from spmdctx.checkpoint.layouts import predicted_layouts
+
         return predicted_layouts(self.plan(*args, **kwargs))
 
     def audit(self, *args: Any, **kwargs: Any) -> AuditReport:
@@ -245,7 +251,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             with entry.advising():
                 return entry.audit(self._read(entry, call).leaves)
 
-    def verify(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> verify.VerifyReport:
+    def verify(self, *args: Any, rtol: float | None = None, **kwargs: Any) -> VerifyReport:
         """Runs the step split and on one device, on the same arguments, and compares; nothing is mutated or donated.
 
         Results that differ are judged by their noise floor: how far rounding alone moves them on one device.
@@ -259,6 +265,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         Raises:
             ContextError: rtol is negative or not finite, or a device is missing.
         """
+        from spmdctx.step.verify import verify
+
         if rtol is not None and "rtol" in (*self._target.parameters.names, *(self._target.parameters.keywords or ())):
             rtol, kwargs = None, {**kwargs, "rtol": rtol}
         accepted = verify.checked_rtol(rtol)
@@ -284,6 +292,9 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             PlanError: no batch is given, and nothing was planned yet.
             PlanMismatchError: the saved plan is for another state, mesh, machine or context.
         """
+        from spmdctx.step import placement
+        from spmdctx.step.planning.saved import loaded_plan
+
         made = placement.Init(init_fn, args)
         known = None if self._last is None else placement.abstract_call(self._last.entry, self._last.static)
         if batch is None and known is None:
@@ -306,6 +317,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             PlanError: nothing was planned yet, or the plan has no such batch.
             StrategyError: a dimension does not divide.
         """
+        from spmdctx.step import placement
+
         return placement.shard_batch(batch, self.batch_targets())
 
     def batch_targets(self) -> Targets:
@@ -314,6 +327,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         Raises:
             PlanError: nothing was planned yet.
         """
+        from spmdctx.step import placement
+
         return placement.batch_targets(None if self._last is None else self._last.entry, whole=self.context.full_batch)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, Static]:
@@ -332,6 +347,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def _on_one_device(self, call: Call, static: Static, entry: Entry) -> Captured | None:
         """Traces the user's own step, or returns None if it holds collectives, which one device does not have."""
+        from spmdctx.gradients.capture import capture_plainly
+
         try:
             with auto_axes(), traced_for(entry.environment):
                 return capture_plainly(self._target, call, static)
@@ -363,6 +380,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def _entry(self, call: Call, static: Static) -> Entry:
         """Finds or makes the entry of a call, which becomes the last one."""
+        from spmdctx.step.served.make import entry_of
+
         with self._lock, auto_axes():
             number, x64 = version(), x64_is_on()
             around = environment(self._options, self.context)

@@ -49,7 +49,9 @@ def split_of(plan, path):
 
 
 def planned(fn, *args, **options):
-    return spmdctx.plan(fn, *args, **{"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation", "mesh": MESH, **options})
+    if "parallel_mode" not in options:
+        options |= {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"}
+    return spmdctx.plan(fn, *args, **{"mesh": MESH, **options})
 
 
 @pytest.mark.parametrize("rules", [{"mlp": "model"}, [("mlp", "model"), ("embed", None)], (("mlp", ("model",)),)])
@@ -65,6 +67,23 @@ def test_constraints_by_logical_names_inside_of_the_step_are_pins():
 
     plan = planned(step, X, rules={"batch": ("data", "model"), "embed": None})
     assert plan.outputs[0].sharding == (("data", "model"), ())
+
+
+class Heads(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        names = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "heads", "kv"))
+        return nn.with_logical_constraint(nn.DenseGeneral((4, 16), kernel_init=names)(x), ("batch", "heads", None))
+
+
+def test_a_kernel_with_more_names_than_its_initial_matrix_spoils_nothing():
+    def step(variables, x):
+        return Heads().apply(variables, x), Heads().init(jax.random.key(0), x)
+
+    plan = planned(step, jax.eval_shape(Heads().init, jax.random.key(0), X), X, rules={"heads": "model", "batch": "data"})
+    assert split_of(plan, "kernel/value") == ((), ("model",), ())
+    assert plan.outputs[0].sharding == (("data",), ("model",), ())
+    assert not any("without the mesh" in note for note in plan.notes)
 
 
 def test_names_of_nnx_metadata_are_pins():
@@ -97,6 +116,55 @@ def test_notes_say_which_rules_and_names_do_nothing():
     plan = planned(linen_step, linen_variables(), X, rules={"heads": "model", "mlp": "model"})
     assert any("name 'heads'" in note for note in plan.notes)
     assert any("none for the name 'embed'" in note for note in plan.notes)
+
+
+def by_option(rules, **options):
+    return planned(linen_step, linen_variables(), X, rules=rules, **options)
+
+
+def by_context(rules, **options):
+    with nn.logical_axis_rules(rules):
+        return planned(linen_step, linen_variables(), X, **options)
+
+
+FORMS = {"rules=": by_option, "logical_axis_rules": by_context}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_axis_that_the_mesh_does_not_have_splits_nothing_and_is_noted(form):
+    plan = FORMS[form]([("batch", ("pod", "data")), ("mlp", ("model", "extra")), ("embed", "fsdp")])
+    assert split_of(plan, "up/value") == ((), ("model",))
+    (note,) = [note for note in plan.notes if "has no axes" in note]
+    assert all(text in note for text in ("(data 2, model 4)", "pod, extra, fsdp", "'mlp': ('model', 'extra')", "'embed': 'fsdp'")), note
+    assert not any("without the mesh" in note for note in plan.notes)
+
+
+def test_names_without_rules_are_one_note():
+    notes = [note for note in planned(linen_step, linen_variables(), X).notes if "metadata" in note]
+    assert len(notes) == 1
+    assert "of 2 tensors names embed, mlp" in notes[0]
+    assert "rules=" in notes[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("rules", "axes", "reason"),
+    [
+        ({"batch": "data", "mlp": "model"}, ("data",), "the rule of the batch"),
+        ({"batch": None, "mlp": "model"}, (), "the rule of the batch"),
+        ({"mlp": "data"}, ("model",), "the batch takes the axes that no strategy uses"),
+        ({"embed": "data", "mlp": "model"}, ("data", "model"), "the batch takes all axes, as nothing says how it is split"),
+    ],
+)
+def test_the_batch_follows_the_rules_where_propagation_has_no_other_word(form, rules, axes, reason):
+    plan = FORMS[form](tuple(rules.items()), parallel_mode="semi_auto_parallel")
+    batch = next(tensor for tensor in plan.inputs if tensor.role.value == "batch")
+    assert (batch.sharding, batch.reason) == ((axes, ()), reason)
+
+
+def test_a_dataset_strategy_outweighs_the_rule_of_the_batch():
+    plan = by_option({"batch": "data", "mlp": "model"}, parallel_mode="semi_auto_parallel", dataset_strategy=((4, 1),))
+    assert split_of(plan, "x")[0] == ("model",)
 
 
 def test_an_axis_goes_to_the_first_rule_of_a_tensor():

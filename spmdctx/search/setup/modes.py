@@ -8,7 +8,7 @@ from enum import Enum
 from spmdctx.errors import Sentence, StrategyError, UnsupportedError
 from spmdctx.ir.analysis.batch import batch_dims, dividing_axes
 from spmdctx.ir.graph import Graph, Op, Role
-from spmdctx.ir.mesh import LogicalMesh, axes_of, divides, format_sharding, replicated
+from spmdctx.ir.mesh import LogicalMesh, axes_of, format_sharding, replicated
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
@@ -16,6 +16,7 @@ from spmdctx.search.setup.dataset import dataset_marks
 from spmdctx.search.setup.mark_checks import strategy_text
 from spmdctx.search.setup.marks import PinnedDims, resolve_marks
 from spmdctx.search.setup.request import LAYERWISE, ManualSpecs, Request, Setup
+from spmdctx.search.setup.user_pins import fix, pin_user_shardings, place_of
 
 _MOST_NAMED = 8
 
@@ -40,11 +41,11 @@ def prepare(graph: Graph, request: Request) -> Setup:
     setup = Setup(mesh, notes=list(notes), couplings=request.couplings, unscattered=unscattered)
     _force_manual(graph, request, setup)
     for value, dims in marked.items():
-        _fix(setup, value, dims)
+        fix(setup, value, dims)
     if isinstance(request.dataset, tuple) and marked:
         for value, entry in zip(batch_leaves(graph), request.dataset, strict=True):
             setup.reasons[value] = f"dataset_strategy {strategy_text(entry)}"
-    _pin_user_shardings(graph, request, setup)
+    pin_user_shardings(graph, request, setup)
     _SETUP_OF_MODE[request.parallel_mode](graph, request, setup)
     _keep_empty_whole(graph, setup)
     _reconcile(graph, setup)
@@ -81,16 +82,10 @@ def _keep_empty_whole(graph: Graph, setup: Setup) -> None:
                 continue
             setup.reasons.pop(value, None)
             if is_pin:
-                changed.append(f"{list(known.shape)} {_place(graph, value)} (asked for: {format_sharding(asked)})")
+                changed.append(f"{list(known.shape)} {place_of(graph, value)} (asked for: {format_sharding(asked)})")
     if changed:
         more = f" and {len(changed) - _MOST_NAMED} more" if len(changed) > _MOST_NAMED else ""
         setup.notes.append(f"Tensors without elements stay whole: {'; '.join(changed[:_MOST_NAMED])}{more}.")
-
-
-def _place(graph: Graph, value: int) -> str:
-    """Returns where a value comes from: its path, or the line that makes it."""
-    path = graph.values[value].path
-    return f"of '{path}'" if path else f"at {graph.origins[graph.producers[value]].source}"
 
 
 def _reconcile(graph: Graph, setup: Setup) -> None:
@@ -169,38 +164,6 @@ def _axes_from_specs(rule: OpRule, specs: ManualSpecs) -> FactorAxes:
     return tuple(axes)
 
 
-def _pin_user_shardings(graph: Graph, request: Request, setup: Setup) -> None:
-    sizes = setup.mesh.sizes
-    for pin in request.value_pins:
-        named = {name for dim in pin.dims if dim for name in dim}
-        known = graph.values[pin.value]
-        unknown = sorted(name for name in named if name not in sizes or dict(pin.mesh_axes).get(name, sizes[name]) != sizes[name])
-        if unknown and pin.mesh_axes:
-            raise StrategyError(
-                f"{pin.origin} names mesh axes that the step's mesh does not have: {', '.join(unknown)}.",
-                got=f"{dict(pin.mesh_axes)}, the step's mesh is {dict(setup.mesh.axes)}",
-                fix="pass the mesh of the constraint as mesh=, or use axes of spmdctx.get_mesh()",
-            )
-        setup.reasons[pin.value] = pin.origin
-        if unknown:
-            setup.notes.append(f"{pin.origin} of '{known.path}' names {', '.join(unknown)}, which is no mesh axis: ignored.")
-            continue
-        sharding = tuple(dim or () for dim in pin.dims)
-        if not divides(known.shape, sharding, setup.mesh):
-            place = _place(graph, pin.value)
-            setup.notes.append(f"{pin.origin} {format_sharding(sharding)} does not divide shape {known.shape} {place}: ignored.")
-        else:
-            _fix(setup, pin.value, pin.dims)
-
-
-def _fix(setup: Setup, value: int, dims: PinnedDims) -> None:
-    """Pins a value whose every dimension is fixed; makes a seed of any other."""
-    where = setup.seeds if None in dims else setup.pins
-    where[value] = tuple(dim or () for dim in dims)
-    if None in dims and any(dim is not None for dim in dims):
-        setup.partial_pins[value] = dims
-
-
 def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     """Splits the batch leaves along dimension 0 over all devices, and keeps every other input whole."""
     for value in graph.inputs:
@@ -219,9 +182,9 @@ def _data_parallel(graph: Graph, request: Request, setup: Setup) -> None:
         elif value in request.layerwise:
             setup.reasons[value] = LAYERWISE
             setup.layerwise.add(value)
-        else:
+        elif value not in setup.pins:
             setup.reasons[value] = "data_parallel keeps it whole"
-            setup.pins.setdefault(value, replicated(len(known.shape)))
+            setup.pins[value] = replicated(len(known.shape))
 
 
 def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
@@ -231,8 +194,15 @@ def _hybrid_parallel(graph: Graph, request: Request, setup: Setup) -> None:
 
 
 def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
-    """Splits every op outside shard() regions that has the batch along it, over all devices."""
+    """Splits every op outside shard() regions that has the batch along it, over all devices.
+
+    Where shardings of JAX take the place of shard(), all else follows from them, and the batch too unless the user says how it is split.
+    """
     leaves = batch_leaves(graph)
+    if not any(mark.strategy is not None for mark in request.marks) and _is_split_by_user(request, setup):
+        setup.follows_user = True
+        _follow_user(graph, request, setup, leaves)
+        return
     _split_batch(graph, request, setup, leaves, setup.mesh.names)
     traced = batch_dims(graph, leaves, setup.mesh).found
     if request.dataset == "full_batch":
@@ -245,16 +215,46 @@ def _semi_auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
             continue
         for value in op.results:
             if value in traced and value not in setup.pins and value not in out_marks:
-                _pin_batch(graph, setup, value, traced[value])
+                _pin_batch(graph, setup, value, traced[value], setup.mesh.names)
+
+
+def _is_split_by_user(request: Request, setup: Setup) -> bool:
+    """Returns whether a pin of the user's code splits a tensor."""
+    given = {pin.value for pin in request.value_pins}
+    return any(value in given and any(sharding) for value, sharding in (*setup.pins.items(), *setup.seeds.items()))
+
+
+def _follow_user(graph: Graph, request: Request, setup: Setup, leaves: list[int]) -> None:
+    """Splits the batch as the user's rules say, else as the first constraint along it, else over the axes that no pin uses."""
+    if request.batch_is_asked:
+        _split_batch(graph, request, setup, leaves, setup.mesh.names)
+        return
+    if request.batch_axes is not None:
+        _split_batch(graph, request, setup, leaves, request.batch_axes, "the rule of the batch")
+        return
+    axes, reason = _axes_along_batch(graph, setup, leaves), "the batch is split as a constraint along it"
+    if not axes:
+        axes, reason = _unused(setup), "the batch takes the axes that no strategy uses"
+    if not axes:
+        axes, reason = setup.mesh.names, "the batch takes all axes, as nothing says how it is split"
+    for value in leaves:
+        _seed_batch(graph, setup, value, axes, reason)
+
+
+def _axes_along_batch(graph: Graph, setup: Setup, leaves: list[int]) -> AxisNames:
+    """Returns the axes of the first pin that splits the batch dimension of its tensor."""
+    along = batch_dims(graph, leaves, setup.mesh).found
+    pins = {**setup.seeds, **setup.pins}
+    return next((pins[value][along[value]] for value in sorted(pins.keys() & along.keys()) if pins[value][along[value]]), ())
 
 
 def _is_boundary(op: Op) -> bool:
     return op.boundary is not None
 
 
-def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int) -> None:
+def _pin_batch(graph: Graph, setup: Setup, value: int, dim: int, among: AxisNames) -> None:
     shape = graph.values[value].shape
-    axes = dividing_axes(shape[dim], setup.mesh.names, setup.mesh)
+    axes = dividing_axes(shape[dim], among, setup.mesh)
     if axes:
         setup.pins[value] = (*replicated(dim), axes, *replicated(len(shape) - dim - 1))
 
@@ -265,19 +265,29 @@ def _auto_parallel(graph: Graph, request: Request, setup: Setup) -> None:
     if request.dataset is not None:
         _split_batch(graph, request, setup, leaves, setup.mesh.names)
         return
-    used = {name for sharding in (*setup.pins.values(), *setup.seeds.values()) for name in axes_of(sharding)}
-    axes = tuple(name for name in setup.mesh.names if name not in used)
+    axes = _unused(setup)
     for value in leaves:
-        shape = graph.values[value].shape
-        if shape and value not in setup.pins and axes:
-            own = dividing_axes(shape[0], axes, setup.mesh)
-            if own != axes:
-                setup.guesses.append(indivisible(graph, value, axes, own, setup.mesh))
-            setup.seeds[value] = (own, *replicated(len(shape) - 1))
-            setup.reasons[value] = "the batch takes the axes that no strategy uses"
+        _seed_batch(graph, setup, value, axes, "the batch takes the axes that no strategy uses")
 
 
-def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int], axes: AxisNames) -> None:
+def _unused(setup: Setup) -> AxisNames:
+    used = {name for sharding in (*setup.pins.values(), *setup.seeds.values()) for name in axes_of(sharding)}
+    return tuple(name for name in setup.mesh.names if name not in used)
+
+
+def _seed_batch(graph: Graph, setup: Setup, value: int, axes: AxisNames, reason: str) -> None:
+    """Lets the search begin with a split of a batch leaf that nothing pins."""
+    shape = graph.values[value].shape
+    if not shape or value in setup.pins or not axes:
+        return
+    own = dividing_axes(shape[0], axes, setup.mesh)
+    if own != axes:
+        setup.guesses.append(indivisible(graph, value, axes, own, setup.mesh))
+    setup.seeds[value] = (own, *replicated(len(shape) - 1))
+    setup.reasons[value] = reason
+
+
+def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int], axes: AxisNames, reason: str = "") -> None:
     """Pins the batch leaves as a dataset strategy given by name says; a tuple was resolved with the marks."""
     if isinstance(request.dataset, tuple):
         return
@@ -285,7 +295,7 @@ def _split_batch(graph: Graph, request: Request, setup: Setup, leaves: list[int]
         shape = graph.values[value].shape
         if not shape or value in setup.pins:
             continue
-        setup.reasons[value] = f"dataset_strategy {request.dataset!r}"
+        setup.reasons[value] = reason or f"dataset_strategy {request.dataset!r}"
         if request.dataset == "full_batch":
             setup.pins[value] = replicated(len(shape))
             continue

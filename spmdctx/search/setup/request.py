@@ -84,9 +84,10 @@ class Coupling(NamedTuple):
 class Request:
     """The user's request, without JAX.
 
-    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf. `optimizer` is None without the parallel optimizer;
-    `couplings` are the pairs that the parallel optimizer makes a search keep to. `once` are sums of loops that are reduced when they are
-    complete, and not before.
+    `dataset` is None (free), "data_parallel", "full_batch", or slices per batch leaf. `batch_is_asked` is false where it is the default.
+    `batch_axes` are those by which logical axis rules split the batch, None where they do not speak of it. `optimizer` is None without the
+    parallel optimizer; `couplings` are the pairs that the parallel optimizer makes a search keep to. `once` are sums of loops that are
+    reduced when they are complete, and not before.
     """
 
     parallel_mode: str
@@ -100,6 +101,8 @@ class Request:
     layerwise: frozenset[int]
     optimizer: OptimizerSharding | None = None
     couplings: tuple[Coupling, ...] = ()
+    batch_is_asked: bool = True
+    batch_axes: AxisNames | None = None
     once: tuple[LoopSum, ...] = ()
 
 
@@ -112,6 +115,8 @@ class Setup:
     Partial results that are `unscattered` are reduced in place, if they are reduced where they are made.
 
     `reasons` names for a pinned or seeded value who asked for it; for the values of `layerwise` the reason holds however they are split.
+
+    `follows_user` says that nothing but shardings that the user wrote with JAX is pinned.
 
     `parts` are, per axis of the mesh that the program was written for, its axes in this mesh; empty if the two are the same.
     """
@@ -129,3 +134,4 @@ class Setup:
     parts: Mapping[str, AxisNames] = field(default_factory=dict)
     couplings: tuple[Coupling, ...] = ()
     unscattered: frozenset[int] = frozenset()
+    follows_user: bool = False

@@ -7,14 +7,16 @@ planned for, it traces again or finds that a sharding does not fit. Both end the
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from spmdctx._compat import x64_is_on
-from spmdctx.lowering.compile import CompiledProgram
-from spmdctx.trace.capture.pytrees import PureStructure
 from spmdctx.trace.scope.mesh import has_explicit_axes, has_mesh_type
+
+if TYPE_CHECKING:
+    from spmdctx.lowering.compile import CompiledProgram
+    from spmdctx.trace.capture.pytrees import PureStructure
 
 Signature = tuple[tuple[tuple[int, ...], Any, bool], ...]
 

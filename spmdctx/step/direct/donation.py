@@ -11,13 +11,15 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
 from spmdctx.errors import DonationError, listed, message
-from spmdctx.trace.capture.capture import Captured, InputLeaf
+
+if TYPE_CHECKING:
+    from spmdctx.trace.capture.capture import Captured, InputLeaf
 
 _WITH_POINTERS = ("cpu", "gpu")
 """The platforms on which equal pointers on one device surely are the same memory."""

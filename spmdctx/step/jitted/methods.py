@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from spmdctx.step.direct.tracebacks import ShortTracebacks
-from spmdctx.step.entry import Entry
+
+if TYPE_CHECKING:
+    from spmdctx.step.entry import Entry
 
 
 class JitMethods:

@@ -31,7 +31,7 @@ def step_of(program: Program, captured: Captured) -> Step:
 def request_of(program: Program, captured: Captured, settings: Settings) -> Request:
     """Returns the request that a step makes of a search."""
     context = settings.context
-    pins = [ValuePin(pin.value, pin.mesh_axes, pin.dims, "a sharding constraint") for pin in program.user_pins]
+    pins = [ValuePin(*pin) for pin in program.user_pins]
     for value, leaf in zip(program.graph.inputs, captured.inputs, strict=True):
         if leaf.metadata is not None:
             dims = tuple(() if name is None else (name,) if isinstance(name, str) else name for name in leaf.metadata)
@@ -57,6 +57,8 @@ def request_of(program: Program, captured: Captured, settings: Settings) -> Requ
         layerwise=layerwise,
         optimizer=optimizer,
         couplings=coupled,
+        batch_is_asked=context.batch_is_pinned,
+        batch_axes=captured.batch_axes,
         once=_once(program, coupled, settings),
     )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from spmdctx.step.report.calls import Calls
-from spmdctx.step.report.profile import Profile
-from spmdctx.step.report.report import StepReport, report_of
+
+if TYPE_CHECKING:
+    from spmdctx.step.report.profile import Profile
+    from spmdctx.step.report.report import StepReport
 
 
 class MeasuredMethods:
@@ -22,6 +25,8 @@ class MeasuredMethods:
         Raises:
             PlanError: the step was not called.
         """
+        from spmdctx.step.report.report import report_of
+
         return report_of(self._calls)
 
     def profile(self, folder: str | os.PathLike[str]) -> Profile:
@@ -29,4 +34,6 @@ class MeasuredMethods:
 
         At its end it raises a PlanError if the step was not called inside.
         """
+        from spmdctx.step.report.profile import Profile
+
         return Profile(folder, lambda: self._calls)

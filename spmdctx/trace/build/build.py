@@ -60,6 +60,7 @@ def build(jaxpr: jexc.ClosedJaxpr, arguments: Sequence[Argument], carried: Seque
         env[var] = builder.add_value(var.aval, Role.CONSTANT, f"const/{len(env)}")
     inputs = tuple(builder.add_value(var.aval, leaf.role, leaf.path) for var, leaf in zip(jaxpr.jaxpr.invars, arguments, strict=True))
     env.update(zip(jaxpr.jaxpr.invars, inputs, strict=True))
+    builder.inputs = frozenset(inputs)
     builder.walk(jaxpr.jaxpr, env, Around(1, ""))
     outputs = tuple(LITERAL if isinstance(var, jexc.Literal) else env[var] for var in jaxpr.jaxpr.outvars)
     ties = [(inputs[source], outputs[target]) for target, source in carried if outputs[target] != LITERAL]
@@ -72,6 +73,7 @@ class GraphBuilder:
     def __init__(self) -> None:
         self.caller: Place | None = None
         self.scope = 0
+        self.inputs: frozenset[int] = frozenset()
         self.ties: list[tuple[int, int]] = []
         self.marks: list[Mark] = []
         self.user_pins: list[UserPin] = []

@@ -28,6 +28,7 @@ class Around(NamedTuple):
 class Builder(Protocol):
     """Takes values and ops while a jaxpr is walked; `trace.build.build.GraphBuilder` is one."""
 
+    inputs: frozenset[int]
     ties: list[tuple[int, int]]
     marks: list[Mark]
     user_pins: list[UserPin]

@@ -77,13 +77,13 @@ def _call(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     body = call_body(name, eqn.params)
     jaxpr, inner = _bind(builder, body, taken, env)
     for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
-        inner[var] = user_pins.pin(builder, inner[var], sharding, eqn.source_info, around)
+        inner[var] = user_pins.pin_of_call(builder, inner[var], sharding, "in_shardings", eqn.source_info, around)
     # Lowering keeps a call, too, that holds constants.
     with builder.body() if name in KEPT or open_jaxpr(body)[1] else nullcontext():
         builder.walk(jaxpr, inner, _inside(around, eqn))
     results = _results(builder, jaxpr, inner)
     for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
-        results[index] = user_pins.pin(builder, results[index], sharding, eqn.source_info, around)
+        results[index] = user_pins.pin_of_call(builder, results[index], sharding, "out_shardings", eqn.source_info, around)
     env.update(zip(eqn.outvars, results, strict=True))
 
 
@@ -211,7 +211,7 @@ def _constraint(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     value = builder.read(env, eqn.invars)[0]
     if value < 0:  # the derivative of tanh, for example, reshards a literal 1.0
         value = builder.add_value(eqn.invars[0].aval)
-    env[eqn.outvars[0]] = user_pins.pin(builder, value, sharding, eqn.source_info, around, always=True)
+    env[eqn.outvars[0]] = user_pins.constrained(builder, value, sharding, eqn.source_info, around)
 
 
 def _marker(builder: Builder, eqn: Any, env: Env, around: Around) -> None:

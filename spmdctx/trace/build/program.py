@@ -11,16 +11,19 @@ from spmdctx.ir.collective import Collective
 from spmdctx.ir.graph import Graph, Mark
 from spmdctx.ir.sharding import AxisNames
 
+BY_CONSTRAINT = "a sharding constraint"
+
 
 class UserPin(NamedTuple):
     """A sharding that the user's own code fixes (a constraint, a nested jit's shardings, metadata).
 
-    `mesh_axes` are the names and sizes of the mesh it was written for; a dimension that is None is left free.
+    `mesh_axes` are the names and sizes of the mesh it was written for; a dimension that is None is left free. `origin` names its source.
     """
 
     value: int
     mesh_axes: tuple[tuple[str, int], ...]
     dims: tuple[AxisNames | None, ...]
+    origin: str = BY_CONSTRAINT
 
 
 class LossOperand(NamedTuple):

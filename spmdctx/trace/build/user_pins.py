@@ -7,7 +7,7 @@ from typing import Any
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.rules.builder import identity
 from spmdctx.trace.build.builder import Around, Builder
-from spmdctx.trace.build.program import UserPin
+from spmdctx.trace.build.program import BY_CONSTRAINT, UserPin
 
 CONSTRAINT = "sharding_constraint"
 
@@ -32,14 +32,34 @@ def has_explicit_spec(sharding: Any) -> bool:
     return hasattr(sharding, "spec") and hasattr(sharding, "mesh")
 
 
-def pin(builder: Builder, value: int, sharding: Any, info: Any, around: Around, *, always: bool = False) -> int:
-    """An identity op whose result has the user's sharding; `value` itself where there is none (unless `always`)."""
-    explicit = has_explicit_spec(sharding)
-    if not explicit and not always:
-        return value
-    shape, result = builder.shape(value), builder.add_like(value)
-    builder.add_op(CONSTRAINT, (value,), (result,), identity(shape), info, around)
-    if explicit:
-        axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
-        builder.user_pins.append(UserPin(result, axes, spec_dims(sharding.spec, len(shape))))
+def constrained(builder: Builder, value: int, sharding: Any, info: Any, around: Around) -> int:
+    """An identity op whose result has the sharding of a constraint."""
+    result = _identity(builder, value, info, around)
+    if has_explicit_spec(sharding):
+        builder.user_pins.append(_pin(builder, result, sharding, BY_CONSTRAINT))
     return result
+
+
+def pin_of_call(builder: Builder, value: int, sharding: Any, origin: str, info: Any, around: Around) -> int:
+    """An identity op whose result has the sharding that a nested jit gives an argument or a result; `value` itself where there is none.
+
+    An argument of the step is pinned itself, too, so that it arrives in this sharding.
+    """
+    if not has_explicit_spec(sharding):
+        return value
+    if value in builder.inputs:
+        builder.user_pins.append(_pin(builder, value, sharding, origin))
+    result = _identity(builder, value, info, around)
+    builder.user_pins.append(_pin(builder, result, sharding, origin))
+    return result
+
+
+def _identity(builder: Builder, value: int, info: Any, around: Around) -> int:
+    result = builder.add_like(value)
+    builder.add_op(CONSTRAINT, (value,), (result,), identity(builder.shape(value)), info, around)
+    return result
+
+
+def _pin(builder: Builder, value: int, sharding: Any, origin: str) -> UserPin:
+    axes = tuple((str(name), int(size)) for name, size in sharding.mesh.shape.items())
+    return UserPin(value, axes, spec_dims(sharding.spec, len(builder.shape(value))), origin)

@@ -28,7 +28,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames, notes_on_rules
+from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules, unconstrained_initials
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -83,9 +83,10 @@ class Captured:
 
     `jaxpr` takes one variable for each entry of `inputs` and gives one for each entry of `outputs`; closed-over arrays are its
     consts. `structure` flattens arguments and rebuilds results. `owned` marks the inputs that belong to nnx objects. `mesh_axes`
-    is the mesh that was set while the step was traced, empty if none was. `gradients` belong to losses that each device computes
-    by itself, in the order of their first use. `guessed` are the inputs that were taken as the batch without being told,
-    and `arguments` the argument of the user's call to which each input belongs. `warnings` are said at the first call.
+    is the mesh that was set while the step was traced, empty if none was. `batch_axes` are those of the rule of the batch, if there is
+    one. `gradients` belong to losses that each device computes by itself, in the order of their first use. `guessed` are the inputs that
+    were taken as the batch without being told, and `arguments` the argument of the user's call to which each input belongs. `warnings`
+    are said at the first call.
 
     The rest is set where gradient options change what the step computes: `is_rewritten` says so, `deviations` why its results are not
     those of one device, and `draws_apart` that devices or micro-batches draw random numbers of their own. `is_part` marks a program of a
@@ -101,6 +102,7 @@ class Captured:
     owned: tuple[bool, ...] = ()
     notes: tuple[str, ...] = ()
     mesh_axes: tuple[tuple[str, int], ...] = ()
+    batch_axes: tuple[str, ...] | None = None
     gradients: tuple[LossGradient, ...] = ()
     guessed: frozenset[int] = frozenset()
     arguments: tuple[int | str, ...] = ()
@@ -193,8 +195,9 @@ def _capture_flat(target: Target, static: Static, flattening: Flattening, num_de
         structure,
         time.perf_counter() - started,
         tuple(leaf.owned for leaf in flattening.leaves),
-        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *notes_on_rules()])),
+        (*notes, *filter(None, [traced.note, left_out.note(num_devices), *(notes_on_rules() if num_devices > 1 else ())])),
         mesh_axes,
+        batch_axes(),
         guessed=frozenset(index for index, role in enumerate(roles) if role is Role.BATCH and target.batch is None),
         arguments=places,
         home=definition_line(target.fn),
@@ -254,22 +257,30 @@ def _trace(target: Target, static: Static, flattening: Flattening, avals: list[A
         if jax.sharding.get_abstract_mesh().empty:
             raise
         axes, reason = ", ".join(jax.sharding.get_abstract_mesh().axis_names), str(error).partition("\n")[0]
-        jaxpr = _traced_without_mesh(flat, shapes, error)
-        note = f"The step is traced without the mesh that is set (axes {axes}): with it, JAX says {reason!r}."
+        jaxpr, without_mesh = _traced_again(flat, shapes, error)
+        if without_mesh:
+            note = (
+                f"The step is traced without the mesh that is set (axes {axes}), so that constraints by names of axes have no effect. "
+                f"With it, JAX says {reason!r}."
+            )
     return _Traced(as_lowered(without_high_primitives(jaxpr)), results, kept, note)
 
 
-def _traced_without_mesh(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> jexc.ClosedJaxpr:
-    """Traces a step that failed while a mesh is set, such as the step's own.
+def _traced_again(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueError) -> tuple[jexc.ClosedJaxpr, bool]:
+    """Traces a step that failed while a mesh is set, such as the step's own; returns the program, and whether no mesh was set this time.
 
     JAX allows no shard_map of another mesh there, be it of one device. If it fails without the mesh too, the first error counts.
     """
     try:
+        with unconstrained_initials():
+            return jax.make_jaxpr(flat)(*shapes), False
+    except ValueError:
+        pass
+    try:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            jaxpr: jexc.ClosedJaxpr = jax.make_jaxpr(flat)(*shapes)
+            return jax.make_jaxpr(flat)(*shapes), True
     except Exception:
         raise error from None
-    return jaxpr
 
 
 @contextmanager

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
 from flax import linen, nnx
 from flax.core import meta
+from jax.extend import source_info_util
 
 from spmdctx.errors import StrategyError
 
@@ -22,21 +24,40 @@ PartitionNames = tuple[str | tuple[str, ...] | None, ...]
 AxisRules = tuple[tuple[str, str | tuple[str, ...] | None], ...]
 """Logical axis rules in order: a logical name, and the mesh axes over which dimensions of this name are split; None for none."""
 
+# The source line of a constraint is the user's, not that of what stands between the user's call and Flax.
+source_info_util.register_exclusion(__file__)
+
 
 @dataclass
 class RulesRead:
-    """The rules of a step, and what its arguments' metadata read of them."""
+    """The rules of a step, and what its arguments' metadata read of them.
+
+    `rules` are those that act: an axis that the mesh does not have is taken out of them, as if its size were 1. `absent` are the rules
+    that name such axes. `axes` are the sizes of the mesh's axes, none where the mesh is found later.
+    """
 
     rules: AxisRules
-    axes: frozenset[str] = frozenset()
+    axes: Mapping[str, int] = field(default_factory=dict)
+    absent: AxisRules = ()
     read: set[str] = field(default_factory=set)
     missing: dict[str, str] = field(default_factory=dict)
     taken: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, rules: AxisRules, axes: Mapping[str, int]) -> RulesRead:
+        """Reads rules for a mesh with these axes."""
+        absent = tuple(rule for rule in rules if axes and not set(axes_of_rule(rule)) <= axes.keys())
+        return cls(tuple(_without_absent(rule, axes) for rule in rules) if absent else rules, axes, absent)
+
     @property
     def all_axes(self) -> frozenset[str]:
         """The axes of the mesh and of the rules."""
-        return self.axes.union(*[(axes,) if isinstance(axes, str) else axes or () for _, axes in self.rules])
+        return frozenset(self.axes).union(*map(axes_of_rule, self.rules))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...] | None:
+        """The axes of the first rule of the batch, None where no rule speaks of it."""
+        return next((axes_of_rule(rule) for name in BATCH_NAMES for rule in self.rules if rule[0] == name), None)
 
     def note(self, names: Any, found: Any) -> None:
         """Notes down which rules the names of a tensor have read, and what they gave."""
@@ -52,39 +73,85 @@ class RulesRead:
                 self.missing.setdefault(name, ", ".join(str(one) for one in names))
 
     def notes(self) -> tuple[str, ...]:
-        """Returns what a user would want to know of the rules."""
-        unread = sorted({name for name, axes in self.rules if axes is not None} - self.read)
-        return (
-            *(
-                f"rules: no argument's metadata has the name '{name}'; its rule acts on constraints inside of the step only."
-                for name in unread
-            ),
-            *(
-                f"rules: there is none for the name '{name}' of a tensor ({names}): that dimension is whole."
-                for name, names in self.missing.items()
-            ),
-            *(
-                f"rules: the axes of '{name}' split another dimension of the same tensor ({names}) already: that of '{name}' is whole."
-                for name, names in self.taken.items()
-            ),
-        )
+        """Returns what a user would want to know of the rules, one note for each kind."""
+        unread = sorted({name for name, axes in self.rules if axes is not None} - self.read.union(BATCH_NAMES))
+        notes = [absent_note(self.absent, self.axes)] if self.absent else []
+        if unread:
+            notes.append(f"rules: no argument's metadata has {_names(unread)}: such rules act on constraints inside of the step only.")
+        if self.missing:
+            tensors = _listed([f"({names})" for names in dict.fromkeys(self.missing.values())])
+            notes.append(f"rules: there is none for {_names(self.missing)} of tensors named {tensors}: those dimensions are whole.")
+        for name, names in self.taken.items():
+            taken = f"split another dimension of the same tensor ({names}) already"
+            notes.append(f"rules: the axes of '{name}' {taken}: that of '{name}' is whole.")
+        return tuple(notes)
+
+
+BATCH_NAMES = ("batch", "activation_batch")
+"""Logical names of the batch, by which Flax's examples and MaxText split it."""
+
+
+def axes_of_rule(rule: tuple[str, str | tuple[str, ...] | None]) -> tuple[str, ...]:
+    """Returns the mesh axes that a rule names."""
+    axes = rule[1]
+    return (axes,) if isinstance(axes, str) else axes or ()
+
+
+def _without_absent(rule: tuple[str, str | tuple[str, ...] | None], axes: Mapping[str, int]) -> tuple[str, str | tuple[str, ...] | None]:
+    kept = tuple(axis for axis in axes_of_rule(rule) if axis in axes)
+    return rule[0], (kept[0] if len(kept) == 1 else kept or None)
+
+
+def absent_note(absent: AxisRules, axes: Mapping[str, int]) -> str:
+    """Names rules whose axes the mesh does not have, those axes and the mesh."""
+    lacking = dict.fromkeys(axis for rule in absent for axis in axes_of_rule(rule) if axis not in axes)
+    mesh = ", ".join(f"{name} {size}" for name, size in axes.items())
+    shown = [f"'{name}': {given!r}" for name, given in absent]
+    return (
+        f"rules: the mesh ({mesh}) has no {'axis' if len(lacking) == 1 else 'axes'} {', '.join(lacking)}, which therefore "
+        f"{'splits' if len(lacking) == 1 else 'split'} nothing. Named by {_listed(shown)}."
+    )
+
+
+def _names(names: Iterable[str]) -> str:
+    own = [f"'{name}'" for name in names]
+    return f"the name{'s' if len(own) > 1 else ''} {_listed(own)}"
+
+
+def _listed(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:_MOST_NAMED])}{f' and {len(words) - _MOST_NAMED} more' if len(words) > _MOST_NAMED else ''}"
+
+
+_MOST_NAMED = 8
 
 
 _rules: ContextVar[RulesRead | None] = ContextVar("spmdctx_rules", default=None)
 
 
 @contextmanager
-def reading_rules(rules: AxisRules, axes: Iterable[str]) -> Iterator[None]:
-    """Resolves logical names by these rules where a step is captured inside; without rules, Flax's own context counts.
+def reading_rules(rules: AxisRules, axes: Mapping[str, int]) -> Iterator[None]:
+    """Resolves logical names by these rules where a step is captured inside; without rules, by those of Flax's own context.
 
-    `axes` are those of the mesh, which metadata may name too.
+    `axes` are the sizes of the mesh's axes, which metadata may name too.
     """
-    token = _rules.set(RulesRead(rules, frozenset(axes)) if rules else None)
+    reader = RulesRead.of(rules or _rules_of_flax(), axes)
+    token = _rules.set(reader if reader.rules else None)
     try:
-        with linen.logical_axis_rules(rules) if rules else nullcontext():
+        with linen.logical_axis_rules(reader.rules) if reader.rules else nullcontext():
             yield
     finally:
         _rules.reset(token)
+
+
+def _rules_of_flax() -> AxisRules:
+    """Returns the rules of `logical_axis_rules` around the call."""
+    return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in linen.get_logical_axis_rules())
+
+
+def batch_axes() -> tuple[str, ...] | None:
+    """Returns the mesh axes by which the rules split the batch, None where they do not speak of it."""
+    reader = _rules.get()
+    return reader.batch_axes if reader is not None else None
 
 
 def notes_on_rules() -> tuple[str, ...]:
@@ -163,3 +230,52 @@ def _note(names: Any, found: Any) -> None:
     reader = _rules.get()
     if reader is not None:
         reader.note(names, found)
+
+
+@contextmanager
+def unconstrained_initials() -> Iterator[None]:
+    """Lets modules of linen make the initial values of named kernels without constraints, in the calls inside.
+
+    `DenseGeneral`, and so attention, makes a matrix first and reshapes it: while a mesh is set, Flax would split the matrix by the names of
+    the kernel's dimensions, of which there are more.
+    """
+    with linen.intercept_methods(_without_constraints):
+        yield
+
+
+def _without_constraints(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    module = context.module
+    if not isinstance(module, linen.DenseGeneral):
+        return call(*args, **kwargs)
+    own = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
+    for name, init in own.items():
+        object.__setattr__(module, name, partial(_made_flat, init))
+    try:
+        return call(*args, **kwargs)
+    finally:
+        for name, init in own.items():
+            object.__setattr__(module, name, init)
+
+
+def _made_flat(init: Any, *args: Any, **kwargs: Any) -> Any:
+    made = init(*args, **kwargs)
+    return _Flat(made) if isinstance(made, meta.Partitioned) else made
+
+
+class _Flat(meta.AxisMetadata[Any]):
+    """A box whose value has another rank than its names, until it is replaced."""
+
+    def __init__(self, box: meta.Partitioned[Any]) -> None:
+        self.box = box
+
+    def unbox(self) -> Any:
+        return self.box.unbox(apply_constraint=False)
+
+    def replace_boxed(self, val: Any) -> Any:
+        return self.box.replace_boxed(val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        return _Flat(self.box.add_axis(index, params))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
+        return _Flat(self.box.remove_axis(index, params))

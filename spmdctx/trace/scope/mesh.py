@@ -18,6 +18,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.trace.capture.partitioning import reading_rules
 from spmdctx.trace.capture.portable.placements import is_one_device
 from spmdctx.trace.scope.environment import Environment
+from spmdctx.trace.scope.rules import sizes_around
 from spmdctx.trace.specs import make_mesh
 
 _environment: ContextVar[Environment | None] = ContextVar("spmdctx_environment", default=None)
@@ -31,7 +32,7 @@ def traced_for(environment: Environment) -> Iterator[None]:
     """
     token = _environment.set(environment)
     mesh = environment.given_mesh
-    axes = mesh.names if mesh is not None else jax.sharding.get_abstract_mesh().axis_names
+    axes = mesh.sizes if mesh is not None else sizes_around()
     try:
         with reading_rules(environment.settings.rules, axes), _with_mesh(mesh, environment):
             yield

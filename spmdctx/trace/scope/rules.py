@@ -10,7 +10,7 @@ import jax
 from spmdctx._compat import entered_mesh
 from spmdctx.errors import ContextError, message, shown
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.trace.capture.partitioning import AxisRules
+from spmdctx.trace.capture.partitioning import AxisRules, axes_of_rule
 
 _FORM = 'such as {"embed": "model", "batch": ("data", "fsdp"), "norm": None}, or a list of such pairs'
 
@@ -42,23 +42,25 @@ def _rule(pair: Any) -> tuple[str, str | tuple[str, ...] | None]:
     return name, axes if axes is None or isinstance(axes, str) else tuple(own) if len(own) != 1 else own[0]
 
 
+def sizes_around() -> dict[str, int]:
+    """Returns the axes and sizes of the mesh that is set; none where no mesh is."""
+    around = jax.sharding.get_abstract_mesh()
+    return dict(around.shape if not around.empty else entered_mesh().shape)
+
+
 def mesh_for_rules(rules: AxisRules, mesh: LogicalMesh | None, num_devices: int) -> LogicalMesh | None:
     """Returns the mesh of a step with rules: the given one, that which is set, or one axis over all devices if the rules name but one.
 
     Raises:
-        ContextError: the mesh has no such axis, or the rules name several axes, whose sizes nothing tells.
+        ContextError: the mesh has none of the axes, or the rules name several axes, whose sizes nothing tells.
     """
-    named = list(dict.fromkeys(axis for _, axes in rules for axis in ((axes,) if isinstance(axes, str) else axes or ())))
-    around = jax.sharding.get_abstract_mesh()
-    known = mesh.names if mesh is not None else tuple(around.axis_names if not around.empty else entered_mesh().axis_names)
+    named = list(dict.fromkeys(axis for rule in rules for axis in axes_of_rule(rule)))
+    known = mesh.sizes if mesh is not None else sizes_around()
     if known:
-        unknown = [axis for axis in named if axis not in known]
-        if unknown:
+        if named and known.keys().isdisjoint(named):
             raise ContextError(
-                f"rules name mesh axes that the mesh does not have: {', '.join(unknown)}.",
-                got=", ".join(
-                    f"{name!r}: {axes!r}" for name, axes in rules if set(unknown) & set((axes,) if isinstance(axes, str) else axes or ())
-                ),
+                f"rules name only mesh axes that the mesh does not have: {', '.join(named)}.",
+                got=", ".join(f"{rule[0]!r}: {rule[1]!r}" for rule in rules if axes_of_rule(rule)),
                 need=f"axes of the mesh ({', '.join(known)}) or None",
                 fix="name an axis of the mesh in the rule, or another mesh in mesh=",
             )

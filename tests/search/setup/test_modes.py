@@ -253,3 +253,49 @@ def test_the_batch_is_followed_through_dots_transposes_and_ties():
 @pytest.mark.parametrize(("size", "axes"), [(16, ("data", "model")), (12, D), (9, ()), (8, ("data", "model"))])
 def test_the_axes_that_divide_are_a_leading_part(size, axes):
     assert dividing_axes(size, MESH.names, MESH) == axes
+
+
+CONSTRAINT_ALONG_BATCH = ValuePin(DOT, AXES, (D, M), "a sharding constraint")
+
+
+@pytest.mark.parametrize(
+    ("pins", "axes", "options", "kind"),
+    [
+        ((CONSTRAINT_ALONG_BATCH,), D, {}, "seeds"),
+        ((ValuePin(WEIGHT, AXES, ((), M), "in_shardings"),), D, {}, "seeds"),
+        ((ValuePin(WEIGHT, AXES, (D, M), "in_shardings"),), ("data", "model"), {}, "seeds"),
+        ((ValuePin(BATCH, AXES, (M, ()), "in_shardings"), CONSTRAINT_ALONG_BATCH), M, {}, "pins"),
+        ((ValuePin(WEIGHT, AXES, ((), M), "partitioning metadata"),), M, {"batch_axes": M}, "pins"),
+        ((CONSTRAINT_ALONG_BATCH,), ("data", "model"), {"batch_is_asked": True}, "pins"),
+    ],
+)
+def test_where_jax_shardings_split_something_all_else_follows_from_them(pins, axes, options, kind):
+    setup = prepare(layer(), request("semi_auto_parallel", mesh=MESH, value_pins=pins, **{"batch_is_asked": False, **options}))
+    assert getattr(setup, kind)[BATCH] == (axes, ())
+    assert RESULT not in setup.pins
+
+
+def test_pins_without_a_split_leave_the_batch_over_all_devices():
+    pin = ValuePin(WEIGHT, AXES, ((), ()), "a sharding constraint")
+    setup = prepare(layer(), request("semi_auto_parallel", mesh=MESH, value_pins=(pin,), batch_is_asked=False))
+    assert setup.pins[BATCH] == setup.pins[RESULT] == (("data", "model"), ())
+
+
+def test_shardings_of_jit_for_another_mesh_are_ignored_and_noted_in_one_note():
+    pins = [ValuePin(value, (("rows", 8),), (("rows",), ()), "in_shardings") for value in (WEIGHT, BATCH)]
+    setup = prepare(layer(), request("auto_parallel", mesh=MESH, value_pins=tuple(pins)))
+    (note,) = [note for note in setup.notes if "in_shardings" in note]
+    assert all(text in note for text in ("'rows': 8", "'data': 4", "'state/w', 'batch/x'"))
+    assert WEIGHT not in setup.pins
+    assert setup.reasons[BATCH].startswith("dataset_strategy")
+
+
+@pytest.mark.parametrize(
+    ("axis", "text"), [("other", "names other, which the mesh (data 4, model 2) does not have"), ("axis3", "kept as [data, -]")]
+)
+def test_a_dimension_that_cannot_be_split_leaves_the_others_pinned(axis, text):
+    mesh = MESH if axis == "other" else LogicalMesh.of({"data": 4, "axis3": 3})
+    pin = ValuePin(WEIGHT, (), (D, (axis,)), "partitioning metadata")
+    setup = prepare(layer(), request("auto_parallel", num_devices=mesh.num_devices, mesh=mesh, value_pins=(pin,)))
+    assert setup.pins[WEIGHT] == (D, ())
+    assert [note for note in setup.notes if text in note]
