@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import jax
 import numpy as np
+from jax.tree_util import GetAttrKey, SequenceKey
 
 from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.phases import log_of
@@ -23,6 +24,9 @@ _HAVE_RUN: WeakSet[Any] = WeakSet()
 _MOST_CALLS = 1024
 _WAITED = 0.5
 """A report that waits for more than this part of a usual interval finds a queue: the calls had not waited for their steps."""
+
+_QUEUED = 0.1
+"""Where more than this part of the calls began before the step of the call before them had ended, intervals between calls say nothing."""
 
 
 class Calls:
@@ -39,33 +43,82 @@ class Calls:
         self.count = 0
         self.first_s = 0.0
         self._starts: deque[float] = deque(maxlen=_MOST_CALLS)
+        self._queued: deque[bool] = deque(maxlen=_MOST_CALLS)
+        self._behind = False
+        self._result = _Result()
         self._waited = 0, 0.0
 
-    def note(self, start: float) -> None:
-        """Counts a call that began at `start`, of `time.perf_counter`, and has just returned."""
+    def look(self) -> None:
+        """Sees, before a call, whether the step of the call before it still runs."""
+        self._behind = self._result.is_awaited()
+
+    def note(self, start: float, result: Any = None) -> None:
+        """Counts a call that began at `start`, of `time.perf_counter`, and has just returned a result."""
         self.count += 1
+        self._result.take(result)
         if self.count == 1:
             self.first_s = time.perf_counter() - start
         else:
             self._starts.append(start)
+            self._queued.append(self._behind)
 
     def step_s(self, devices: Sequence[Any]) -> float | None:
         """Returns the seconds of a step, None before the third call.
 
-        These are the median of the intervals between calls. If steps are still queued on the devices, this waits for them, and returns the
-        mean from the second call to the end. A loop that does other things between its calls counts them.
+        These are the median of the intervals between calls, if calls wait for their steps. Else they are the mean from the second call to
+        the end: of the last step, if it still runs, and else of waiting for it, which is when this is asked first. A loop that does other
+        things between its calls counts them.
         """
-        starts = list(self._starts)
-        asked = time.perf_counter()
+        starts, queued = list(self._starts), list(self._queued)
+        asked, runs = time.perf_counter(), self._result.is_awaited()
         drain(devices)
         ended = time.perf_counter()
         if len(starts) < 2:
             return None
         interval = statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
-        if ended - asked > max(_WAITED * interval, 1e-3):
-            self._waited = self.count, (ended - starts[0]) / len(starts)
+        if self._waited[0] != self.count:
+            if runs or ended - asked > max(_WAITED * interval, 1e-3):
+                self._waited = self.count, (ended - starts[0]) / len(starts)
+            elif sum(queued) > _QUEUED * len(queued):
+                mean = (asked - starts[0]) / len(starts) if queued[-1] else (starts[-1] - starts[0]) / (len(starts) - 1)
+                self._waited = self.count, mean
         # A second report finds no queue, and its intervals are still those of calls that had not waited.
         return self._waited[1] if self._waited[0] == self.count else interval
+
+
+def _nothing() -> None:
+    """Stands for an array that nothing shows."""
+
+
+class _Result:
+    """An array of a call's result, by which one sees whether its step has ended: the smallest one, and always at the same place."""
+
+    def __init__(self) -> None:
+        self._keys: tuple[Any, ...] | None = None
+        self._array: Any = _nothing
+
+    def take(self, result: Any) -> None:
+        """Takes the result of a call."""
+        try:
+            if self._keys is None:
+                leaves = [(keys, leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(result)[0] if isinstance(leaf, jax.Array)]
+                self._keys = min(leaves, key=lambda one: one[1].size, default=((), None))[0]
+            for key in self._keys:
+                result = (
+                    getattr(result, key.name)
+                    if isinstance(key, GetAttrKey)
+                    else result[key.idx if isinstance(key, SequenceKey) else key.key]
+                )
+        except (AttributeError, LookupError, TypeError):  # a tree without such a way to its leaves
+            result = None
+        # Whoever called may drop the result, and its memory with it.
+        self._array = ref(result) if isinstance(result, jax.Array) else _nothing
+
+    def is_awaited(self) -> bool:
+        """Returns whether the step still runs; False if nothing shows it."""
+        array = self._array()
+        # In jaxlib 0.10 asking a deleted or donated array whether it is ready ends the process.
+        return array is not None and not array.is_deleted() and not array.is_ready()
 
 
 @jax.jit
@@ -78,13 +131,13 @@ WAITING = "jit_spmdctx_waits"
 """What traces call this program."""
 
 
-def noted(calls: Calls | None, entry: Any, start: float) -> Calls:
+def noted(calls: Calls | None, entry: Any, start: float, result: Any) -> Calls:
     """Counts a call of an entry that began at `start`; calls of another entry are counted anew."""
     if calls is not None and calls.entry is entry:
-        calls.note(start)
+        calls.note(start, result)
         return calls
     calls = Calls(entry)
-    calls.note(start)
+    calls.note(start, result)
     # A report would take the compilation of what waits for steps that are still queued.
     for device in jax.local_devices():
         _waiter(device)

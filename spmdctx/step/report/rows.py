@@ -43,7 +43,7 @@ class ProfileRow:
         measured_s: device seconds; those of all rows add up to the time in which a device was busy.
         behind_s: more seconds in which it ran while something else counted, as a collective behind compute.
         planned_s: the plan's, None where the plan has no such row.
-        count: executions on one device.
+        count: executions of its ops on one device.
     """
 
     what: str

@@ -190,6 +190,57 @@ def test_the_first_report_compiles_nothing_that_it_would_take_for_a_queue():
     assert step.report().step_s == first.step_s
 
 
+class Running:
+    """Stands in for the array of a step that has `left` looks to go until it has ended."""
+
+    def __init__(self, left):
+        self.left = left
+
+    def is_awaited(self):
+        self.left -= 1
+        return self.left >= 0
+
+    def take(self, result):
+        self.left = result
+
+
+@pytest.mark.parametrize(
+    ("lefts", "asked", "seconds"),
+    [
+        pytest.param([1] * 4 + [0], 49.0, 10.0, id="waited-for-behind-the-loop"),
+        pytest.param([1] * 5, 49.0, 10.0, id="still-running"),
+        pytest.param([1, 1, 0, 1, 0], 49.0, 10.0, id="waited-for-now-and-then"),
+        pytest.param([1, 1, 1, 0, 0], 1e6, 0.25, id="the-last-call-found-nothing"),
+        pytest.param([0] * 5, 1e6, 0.25, id="waited-for-each"),
+    ],
+)
+def test_calls_that_do_not_wait_are_timed_until_their_steps_have_ended(clock, lefts, asked, seconds):
+    calls = Calls(None)
+    calls._result = Running(0)
+    for place, left in enumerate(lefts):
+        start = 9.0 + 0.25 * place
+        calls.look()
+        clock[0] = start
+        calls.note(start, left)
+    clock[0] = asked
+    assert calls.step_s(()) == pytest.approx(seconds, rel=0.05)
+    clock[0] = 10 * asked
+    assert calls.step_s(()) == pytest.approx(seconds, rel=0.05)
+
+
+def test_a_report_keeps_no_result_alive_and_sees_what_runs():
+    step = spmdctx.parallel(lambda x: {"rows": [jnp.sin(x)], "sum": x.sum()}, parallel_mode="data_parallel")
+    seen = step(np.ones((ROWS, WIDTH), np.float32))
+    result = step._calls._result
+    assert result._array() is seen["sum"]
+    seen["sum"].block_until_ready()
+    assert not result.is_awaited()
+    seen["sum"].delete()
+    assert not result.is_awaited()
+    del seen
+    assert result._array() is None
+
+
 def test_a_second_report_gives_the_seconds_that_the_first_one_waited_for(clock, monkeypatch):
     calls = called(clock, [0.0, 10.0, 10.5, 11.0])
 
