@@ -41,7 +41,8 @@ def report_html(report: AuditData) -> str:
 
 
 def _verdict(report: AuditData) -> str:
-    word = "agrees with" if report.ok else "differs from"
+    fits = report.memory is None or report.memory.ok
+    word = "differs from" if not report.ok else "agrees with" if fits else "takes more memory than"
     return (
         f"The compiled program {word} the plan: {report.found_share:.1%} of {bytes_text(report.planned_bytes)} planned was found; "
         f"{report.unplanned_share:.1%} of {bytes_text(report.compiled_bytes)} compiled is unplanned{_peak_text(report.memory)}."

@@ -44,9 +44,9 @@ class AuditedPlan(Protocol):
 class AuditReport(AuditData):
     """The comparison of a compiled program with its plan.
 
-    `ok` means that at least 95 % of the planned bytes were found, each within 10 %, that at most 5 % of the compiled bytes are
-    unplanned, and that the compiled peak of memory is at most 1.25 of the planned one, or less than 1 MiB above it. `missing` and
-    `unplanned` list the differences with source lines.
+    `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
+    unplanned. `memory.ok` means that the compiled peak is at most 1.25 of the planned one, or less than 1 MiB above it; the text says
+    that the program agrees with the plan where both hold. `missing` and `unplanned` list the differences with source lines.
     """
 
     def __str__(self) -> str:

@@ -156,18 +156,16 @@ MIB = 1 << 20
 def test_a_peak_above_the_planned_one_is_judged_and_said(data_parallel, planned_bytes, compiled, ok, said):
     memory = MemoryUse(planned_bytes, compiled, 0, 0, 0, compiled)
     report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS, memory)
-    assert report.communicates_as_planned
-    assert report.ok is ok
+    assert report.ok
     assert report.to_dict()["memory"]["ok"] is ok
-    assert ("agrees with" if ok else "differs from") in str(report)
+    assert str(report).startswith(f"The compiled program {'agrees with' if ok else 'takes more memory than'} the plan: ")
     assert said in str(report).splitlines()[0]
-    assert ('<div class="spmdctx-audit ok">' in report._repr_html_()) is ok
 
 
 def test_a_peak_of_another_machine_is_said_and_not_judged(data_parallel):
     memory = MemoryUse(MIB, 9 * MIB, 0, 0, 0, 9 * MIB, is_judged=False)
     report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS, memory)
-    assert report.ok
+    assert report.memory.ok
     assert "; its peak of memory is 9.00 of the planned one, which is for another machine." in str(report)
 
 

@@ -87,7 +87,7 @@ def _transfer_cells(row: TransferRow) -> tuple[str, ...]:
 
 def _details(one: ProgramAudit) -> Iterator[str]:
     """Gives the lines of a program that is not as planned."""
-    if not one.report.communicates_as_planned:
+    if not one.report.ok:
         yield from program_text(one.report).splitlines()
     if one.misplaced:
         yield f"lies elsewhere than planned: {', '.join(dict.fromkeys(one.misplaced))}"

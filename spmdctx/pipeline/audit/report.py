@@ -33,7 +33,7 @@ UNPLANNED = "What the step computes before its loss has no plan: {programs}."
 class PipelineAudit(PipelineAuditData):
     """The comparison of a pipelined step with its plan.
 
-    `ok` means that each compiled program communicates as its plan says, has its operands and results where
+    `ok` means that each compiled program agrees with its plan as `spmdctx.audit.AuditReport` says, has its operands and results where
     the plan has them, and ran as often as scheduled. All transfers are as planned, by count and bytes, and so are the micro-batches in
     flight.
     """

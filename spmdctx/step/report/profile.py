@@ -86,7 +86,7 @@ class Profile(Report):
     def _begin(self) -> None:
         before = self._calls()
         self._before = before, 0 if before is None else before.count
-        drain(jax.local_devices())
+        self._wait()
         self._traces = traces_in(self.folder)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it slows the calls down
@@ -96,10 +96,14 @@ class Profile(Report):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._watch(None)
         if self._is_traced:
-            drain(jax.local_devices())
+            self._wait()
             jax.profiler.stop_trace()
         if kind is None:
             self._read()
+
+    def _wait(self) -> None:
+        calls = self._calls()
+        (drain if calls is None else calls.wait)(jax.local_devices())
 
     def _read(self) -> None:
         calls = self._calls()
@@ -149,7 +153,7 @@ class Profile(Report):
         for row in self.rows[:_MOST_ROWS]:
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             figures = (row.measured_s, row.behind_s or None, row.planned_s)
-            table.add_row(row.what, *("" if one is None else seconds_text(one) for one in figures), ratio, f"{row.count:g}")
+            table.add_row(row.what, *("" if one is None else seconds_text(one) for one in figures), ratio, f"{row.count:.4g}")
         rest = self.rows[_MOST_ROWS:]
         if rest:
             sums = (sum(row.measured_s for row in rest), sum(row.behind_s for row in rest), sum(row.planned_s or 0.0 for row in rest))

@@ -65,10 +65,13 @@ def test_a_call_that_compiles_is_not_in_the_trace(tmp_path):
     with pytest.raises(PlanError, match=r"twice or more"), step.profile(tmp_path / "one"):
         step(*arguments())
     step.clear_cache()
+    w, x = arguments()
     with step.profile(tmp_path / "trace") as profile:
         for _ in range(3):
-            step(*arguments())
+            w = step(w, x)
     assert (profile.num_calls, profile.notes) == (2, ())
+    # All of it is in the trace, although nothing has waited for the calls.
+    assert {row.count for row in profile.rows if row.kind is RowKind.COLLECTIVE} == {1}
     with step.profile(tmp_path / "other") as profile:
         step(*arguments())
         step(*arguments(128))

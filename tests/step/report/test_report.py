@@ -191,41 +191,41 @@ def test_the_first_report_compiles_nothing_that_it_would_take_for_a_queue():
 
 
 class Running:
-    """Stands in for the array of a step that has `left` looks to go until it has ended."""
+    """Stands in for the array of a call's result; `runs` tells whether its step still runs when the next call begins."""
 
-    def __init__(self, left):
-        self.left = left
+    runs = False
 
     def is_awaited(self):
-        self.left -= 1
-        return self.left >= 0
+        return self.runs
 
     def take(self, result):
-        self.left = result
+        self.runs = result
+
+    def wait(self):
+        pass
 
 
 @pytest.mark.parametrize(
-    ("lefts", "asked", "seconds"),
+    ("runs", "seconds"),
     [
-        pytest.param([1] * 4 + [0], 49.0, 10.0, id="waited-for-behind-the-loop"),
-        pytest.param([1] * 5, 49.0, 10.0, id="still-running"),
-        pytest.param([1, 1, 0, 1, 0], 49.0, 10.0, id="waited-for-now-and-then"),
-        pytest.param([1, 1, 1, 0, 0], 1e6, 0.25, id="the-last-call-found-nothing"),
-        pytest.param([0] * 5, 1e6, 0.25, id="waited-for-each"),
+        pytest.param(lambda place: True, 2.0, id="waited-for-behind-the-loop"),
+        pytest.param(lambda place: place % 10 < 9, 2.0, id="waited-for-now-and-then"),
+        pytest.param(lambda place: place == 50, 0.25, id="nearly-always-waited-for"),
+        pytest.param(lambda place: False, 0.25, id="waited-for-each"),
     ],
 )
-def test_calls_that_do_not_wait_are_timed_until_their_steps_have_ended(clock, lefts, asked, seconds):
+@pytest.mark.parametrize("count", [5, 200])
+def test_calls_that_do_not_wait_are_timed_until_the_report_is_asked_for(clock, runs, seconds, count):
     calls = Calls(None)
-    calls._result = Running(0)
-    for place, left in enumerate(lefts):
-        start = 9.0 + 0.25 * place
+    calls._result = Running()
+    for place in range(count):
+        clock[0] = 9.0 + 0.25 * place
         calls.look()
-        clock[0] = start
-        calls.note(start, left)
-    clock[0] = asked
-    assert calls.step_s(()) == pytest.approx(seconds, rel=0.05)
-    clock[0] = 10 * asked
-    assert calls.step_s(()) == pytest.approx(seconds, rel=0.05)
+        calls.note(clock[0], runs(place))
+    clock[0] = 9.25 + 2.0 * (count - 1)
+    assert calls.step_s(()) == seconds
+    clock[0] += 1e6
+    assert calls.step_s(()) == seconds
 
 
 def test_a_report_keeps_no_result_alive_and_sees_what_runs():
@@ -233,11 +233,12 @@ def test_a_report_keeps_no_result_alive_and_sees_what_runs():
     seen = step(np.ones((ROWS, WIDTH), np.float32))
     result = step._calls._result
     assert result._array() is seen["sum"]
-    seen["sum"].block_until_ready()
+    result.wait()
+    assert seen["sum"].is_ready()
+    seen["sum"].delete()  # as a donation does
     assert not result.is_awaited()
-    seen["sum"].delete()
-    assert not result.is_awaited()
-    del seen
+    result.wait()
+    result.take([seen["rows"][0].repeat(10)])
     assert result._array() is None
 
 
