@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from spmdctx.audit.collectives import CompiledCollective
@@ -12,6 +12,9 @@ from spmdctx.wording.reports import Report
 
 MIN_FOUND_SHARE = 0.95
 MAX_UNPLANNED_SHARE = 0.05
+MAX_PEAK_RATIO = 1.25
+EXCUSED_BYTES = 1 << 20
+"""A peak that is larger than planned by less is as planned: programs of this size are constants and padding for the most part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,8 @@ class AuditRow:
 class MemoryUse:
     """The bytes on one device: the plan's estimate, and what the compiler reserved.
 
-    `peak_bytes` is the sum, with buffers that arguments and results share counted once.
+    `peak_bytes` is the sum, with buffers that arguments and results share counted once. It is not judged where the plan is for the
+    compiler of another machine.
     """
 
     planned_bytes: int
@@ -47,6 +51,22 @@ class MemoryUse:
     alias_bytes: int
     temporary_bytes: int
     peak_bytes: int
+    is_judged: bool = True
+
+    @property
+    def ratio(self) -> float | None:
+        """The compiled peak over the planned one; None if nothing is planned."""
+        return self.peak_bytes / self.planned_bytes if self.planned_bytes else None
+
+    @property
+    def is_excused(self) -> bool:
+        """Returns whether the peak is larger than the limit allows, by less than counts."""
+        return MAX_PEAK_RATIO * self.planned_bytes < self.peak_bytes < self.planned_bytes + EXCUSED_BYTES
+
+    @property
+    def ok(self) -> bool:
+        """Returns whether the compiled peak is at most that of the plan, within the limits above."""
+        return not self.is_judged or self.is_excused or self.peak_bytes <= MAX_PEAK_RATIO * self.planned_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +111,7 @@ class AuditData(Report):
 
     @property
     def ok(self) -> bool:
-        """Returns whether the compiled program is what the plan says, within the limits above."""
+        """Returns whether the compiled program communicates as the plan says, within the limits above; `memory.ok` judges its memory."""
         return self.found_share >= MIN_FOUND_SHARE and self.unplanned_share <= MAX_UNPLANNED_SHARE
 
     kind = "audit"
@@ -109,4 +129,7 @@ class AuditData(Report):
             "memory",
             "notes",
         )
-        return {name: getattr(self, name) for name in names}
+        figures = {name: getattr(self, name) for name in names}
+        if self.memory is not None:
+            figures["memory"] = {**asdict(self.memory), "ratio": self.memory.ratio, "ok": self.memory.ok}
+        return figures

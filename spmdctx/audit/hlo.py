@@ -121,14 +121,17 @@ class Module:
     frames: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     locations: Mapping[int, tuple[str, int]] = field(default_factory=dict)
 
-    def source(self, instruction: Instruction) -> str:
-        """Returns `file.py:line` of the innermost frame outside of frameworks and of this package, or "" if the compiler kept none."""
+    def source(self, instruction: Instruction, *, of_users: bool = False) -> str:
+        """Returns `file.py:line` of the innermost frame outside of frameworks and of this package, or "" if the compiler kept none.
+
+        Where all frames are theirs it is the innermost of these, or "" if only lines of users are asked for.
+        """
         found = re.search(r"\bstack_frame_id=(\d+)", instruction.attributes)
         if found is None:
             plain = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
             return f"{file_text(plain.group(1))}:{plain.group(2)}" if plain else ""
         stack = list(self._stack(int(found.group(1))))
-        own = [place for place in stack if not is_framework(place[0]) and not is_own(place[0])] or stack
+        own = [place for place in stack if not is_framework(place[0]) and not is_own(place[0])] or ([] if of_users else stack)
         return f"{file_text(own[0][0])}:{own[0][1]}" if own else ""
 
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from spmdctx.audit.collectives import CompiledCollective
-from spmdctx.audit.data import AuditData, AuditRow, MemoryUse
+from spmdctx.audit.data import EXCUSED_BYTES, MAX_PEAK_RATIO, AuditData, AuditRow, MemoryUse
 from spmdctx.ir.collective import AS_PLANNED, Collective
 from spmdctx.wording import bytes_text
 
@@ -41,11 +41,24 @@ def report_html(report: AuditData) -> str:
 
 
 def _verdict(report: AuditData) -> str:
-    word = "agrees with" if report.ok else "differs from"
+    fits = report.memory is None or report.memory.ok
+    word = "differs from" if not report.ok else "agrees with" if fits else "takes more memory than"
     return (
         f"The compiled program {word} the plan: {report.found_share:.1%} of {bytes_text(report.planned_bytes)} planned was found; "
-        f"{report.unplanned_share:.1%} of {bytes_text(report.compiled_bytes)} compiled is unplanned."
+        f"{report.unplanned_share:.1%} of {bytes_text(report.compiled_bytes)} compiled is unplanned{_peak_text(report.memory)}."
     )
+
+
+def _peak_text(memory: MemoryUse | None) -> str:
+    """Compares the peaks; empty where the compiler says nothing of its own."""
+    if memory is None or memory.ratio is None:
+        return ""
+    text = f"; its peak of memory is {memory.ratio:.2f} of the planned one"
+    if not memory.is_judged:
+        return f"{text}, which is for another machine"
+    if memory.is_excused:
+        return f"{text}, which is less than {bytes_text(EXCUSED_BYTES)} above it"
+    return text if memory.ok else f"{text}, and may be {MAX_PEAK_RATIO:g} of it"
 
 
 def _cells(row: AuditRow) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from spmdctx.audit.collectives import OPEN_LOOP, parse_collectives
@@ -45,7 +45,8 @@ class AuditReport(AuditData):
     """The comparison of a compiled program with its plan.
 
     `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
-    unplanned. `missing` and `unplanned` list the differences with source lines.
+    unplanned. `memory.ok` means that the compiled peak is at most 1.25 of the planned one, or less than 1 MiB above it; the text says
+    that the program agrees with the plan where both hold. `missing` and `unplanned` list the differences with source lines.
     """
 
     def __str__(self) -> str:
@@ -55,9 +56,19 @@ class AuditReport(AuditData):
         return report_html(self)
 
 
-def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled, ways: Sequence[Way]) -> AuditReport:
-    """Compares a compiled program with its plan; `ways` are those in which XLA may write planned collectives."""
-    return audit_text(plan, compiled.as_text() or "", ways, _read_memory(compiled, plan.cost.memory_bytes))
+def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled, ways: Sequence[Way], *, judges_memory: bool = True) -> AuditReport:
+    """Compares a compiled program with its plan.
+
+    Args:
+        plan: the plan.
+        compiled: the program.
+        ways: those in which XLA may write planned collectives.
+        judges_memory: whether the compiler is the one that the plan is for, so that the peaks are to be alike.
+    """
+    memory = _read_memory(compiled, plan.cost.memory_bytes)
+    if memory is not None and not judges_memory:
+        memory = replace(memory, is_judged=False)
+    return audit_text(plan, compiled.as_text() or "", ways, memory)
 
 
 def audit_text(plan: AuditedPlan, hlo_text: str, ways: Sequence[Way], memory: MemoryUse | None = None) -> AuditReport:

@@ -16,6 +16,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
 from spmdctx.lowering.scheduler_limit import scheduler_options
+from spmdctx.machine.devices import backend_of
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.ops.scope import in_local_loss
 from spmdctx.plan.plan import Plan
@@ -226,7 +227,8 @@ class Entry:
     def audit(self, leaves: Sequence[Any]) -> AuditReport:
         """Compiles the program that a call with these leaves runs, and compares it with the plan."""
         ways = ways_of(value.dtype for value in self.planned.program.graph.values)
-        return audit_program(self.plan, self.lower(leaves).compile(), ways)
+        is_own = backend_of(self.environment.devices) == self.environment.backend
+        return audit_program(self.plan, self.lower(leaves).compile(), ways, judges_memory=is_own)
 
     @contextmanager
     def advising(self) -> Iterator[None]:

@@ -141,6 +141,8 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
             DonationError: an array was donated to an earlier call.
         """
         direct, start = self._direct, time.perf_counter()
+        if self._calls is not None:
+            self._calls.look()
         if direct is not None and direct.version == version() and not kwargs:
             buffers = direct.buffers
             try:
@@ -148,7 +150,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
                     result = cast(R, direct.run(*args))
                     if buffers is not None and buffers.keeps:
                         buffers.keep(jax.tree.leaves(result))
-                    self._calls = noted(self._calls, direct.entry, start)
+                    self._calls = noted(self._calls, direct.entry, start, result)
                     return result
             except (OtherArgumentsError, ValueError):  # the long way finds out what it is
                 direct.entry.misses += 1
@@ -173,7 +175,9 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
                     raise
         if entry.direct is not None and static is NO_STATIC and entry.misses < _MOST_MISSES:
             self._direct = _Direct(version(), entry.direct, entry, entry.buffers if entry.on_several_devices else None)
-        self._calls = noted(self._calls, entry, start)
+        self._calls = noted(self._calls, entry, start, result)
+        if self._profile is not None and self._calls.count == 1:
+            self._profile.compiled()
         return result
 
     @property

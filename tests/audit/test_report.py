@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from spmdctx.audit import audit_program, audit_text
+import spmdctx
+from spmdctx.audit import MemoryUse, audit_program, audit_text
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.collectives.ways import WAYS
@@ -136,3 +137,39 @@ def test_the_page_is_well_formed_and_escaped(data_parallel):
     assert tags.open == []
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("planned_bytes", "compiled", "ok", "said"),
+    [
+        (100 * MIB, 125 * MIB, True, "; its peak of memory is 1.25 of the planned one."),
+        (100 * MIB, 126 * MIB, False, "; its peak of memory is 1.26 of the planned one, and may be 1.25 of it."),
+        (100 * MIB, 50 * MIB, True, "; its peak of memory is 0.50 of the planned one."),
+        (MIB, 2 * MIB - 1, True, "; its peak of memory is 2.00 of the planned one, which is less than 1.00 MiB above it."),
+        (MIB, 2 * MIB, False, "; its peak of memory is 2.00 of the planned one, and may be 1.25 of it."),
+        (0, 10, True, "0.0% of 256 KiB compiled is unplanned."),
+    ],
+)
+def test_a_peak_above_the_planned_one_is_judged_and_said(data_parallel, planned_bytes, compiled, ok, said):
+    memory = MemoryUse(planned_bytes, compiled, 0, 0, 0, compiled)
+    report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS, memory)
+    assert report.ok
+    assert report.to_dict()["memory"]["ok"] is ok
+    assert str(report).startswith(f"The compiled program {'agrees with' if ok else 'takes more memory than'} the plan: ")
+    assert said in str(report).splitlines()[0]
+
+
+def test_a_peak_of_another_machine_is_said_and_not_judged(data_parallel):
+    memory = MemoryUse(MIB, 9 * MIB, 0, 0, 0, 9 * MIB, is_judged=False)
+    report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS, memory)
+    assert report.memory.ok
+    assert "; its peak of memory is 9.00 of the planned one, which is for another machine." in str(report)
+
+
+@pytest.mark.parametrize(("topology", "is_judged"), [("cpu", True), ("tpu-v5p", False)])
+def test_memory_is_judged_where_the_plan_is_for_the_compiler(topology, is_judged):
+    step = spmdctx.parallel(lambda x: (x * 2).sum(), parallel_mode="data_parallel", topology=topology)
+    assert step.audit(jax.ShapeDtypeStruct((64, 16), "float32")).memory.is_judged is is_judged

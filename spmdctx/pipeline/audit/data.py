@@ -31,7 +31,7 @@ class ProgramAudit(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Returns whether the program is what the plan says, and runs as often."""
+        """Returns whether the program is what the plan says, and runs as often; memory is shown, not judged."""
         return self.report.ok and not self.misplaced and self.runs == self.planned_runs
 
 

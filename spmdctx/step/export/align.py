@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax.extend.core as jexc
-import numpy as np
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.primitives import IDENTITIES
 from spmdctx.rules.control_flow import MANUAL, is_body, opened, with_bodies
+from spmdctx.step.export.literals import literal_bytes
+from spmdctx.step.export.losses import is_loss, results_of_losses
 from spmdctx.step.export.runtime import Numbered, bodies, type_text
 from spmdctx.trace.build.canonical import Canonical
 
@@ -90,8 +92,12 @@ class _Alignment:
         places: dict[Any, deque[int]] = defaultdict(deque)
         for number, (eqn, operands, _) in enumerate(other.lines):
             places[self._form(eqn, operands, {})].append(number)
+        losses = iter(_paired(one, results_of_losses(other)))
         for eqn, operands, results in one.lines:
             found = places.get(self._form(eqn, operands, names))
+            if is_loss(eqn):
+                names.update(zip(results, next(losses), strict=True))
+                continue
             if not found:
                 names.update((name, ("foreign", name)) for name in results)
                 continue
@@ -104,6 +110,22 @@ class _Alignment:
         return (*_head(eqn), *[_named(name, names) for name in operands], self._canonical.form(plain).text)
 
 
+def _paired(captured: Numbered, losses: Sequence[Sequence[Any]]) -> Sequence[Sequence[Any]]:
+    """Returns the names of the results of each loss in a captured body.
+
+    Raises:
+        UnsupportedError: some losses of the user's trace are none that each device computes by itself.
+    """
+    counts = [len(results) for eqn, _, results in captured.lines if is_loss(eqn)]
+    if counts and counts != [len(own) for own in losses]:
+        raise UnsupportedError(
+            'export("jax") cannot write a step whose losses are computed by each device in part only: one reads nothing of the batch.',
+            got=f"{len(losses)} losses, of which each device computes {len(counts)} by itself",
+            fix="use jax.value_and_grad for the others",
+        )
+    return losses
+
+
 def _holds_bodies(value: Any) -> bool:
     return any(is_body(entry) for entry in (value if isinstance(value, tuple | list) else (value,))) or callable(value)
 
@@ -114,5 +136,5 @@ def _head(eqn: Any) -> tuple[Any, ...]:
 
 def _named(name: Any, names: Mapping[Any, Any]) -> Any:
     if isinstance(name, jexc.Literal):
-        return type_text(name.aval), np.asarray(name.val).tobytes()
+        return type_text(name.aval), literal_bytes(name)
     return names.get(name, name)

@@ -13,10 +13,12 @@ from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import as_held, jaxpr_to_compile
 from spmdctx.plan.plan import Plan
 from spmdctx.step.entry import Entry
+from spmdctx.step.export.again import check_unchanged
 from spmdctx.step.export.align import align, tagged
 from spmdctx.step.export.checked import difference
 from spmdctx.step.export.form import Form, form_of
 from spmdctx.step.export.listing import Listing
+from spmdctx.step.export.losses import marked_trace
 from spmdctx.step.export.module import Tables, module_text
 from spmdctx.step.export.runtime import Numbered, digest, filled, type_text
 from spmdctx.step.planning.planner import Planned
@@ -44,21 +46,24 @@ class Exporter:
         """Returns the source of the module, which was run to see that it writes the step's own program.
 
         Raises:
+            PlanError: the step has changed since it was planned.
             UnsupportedError: something that a module without spmdctx cannot say, by name.
         """
         entry, planned = self.entry, self.entry.planned
         _check_supported(entry)
         form = form_of(entry, self.target, self.static)
+        check_unchanged(entry, self.target, self.static, form.given)
         own, tree = form.traced()
+        marked_own = marked_trace(form, own, entry.captured.name) if entry.captured.is_rewritten else own
         captured = tagged(planned.program.jaxpr)
-        align(captured, own, form.inputs)
+        align(captured, marked_own, form.inputs)
         devices = _devices(entry)
         marked, lowered = (
             jaxpr_to_compile(replace(planned.program, jaxpr=jaxpr), planned.assignment, planned.mesh, devices, planned.directives)
             for jaxpr in (captured, planned.program.jaxpr)
         )
         listing, results = Listing(), form.results(own)
-        listing.program(marked, own, form.inputs, results)
+        listing.program(marked, marked_own, form.inputs, results)
         text = module_text(self._tables(form, own, tree, listing))
         _check(text, own, lowered, form, results, entry.captured.name, devices)
         return text
@@ -91,6 +96,7 @@ class Exporter:
             compiler_options=entry.compiler_options,
             digest=digest(Numbered(own.jaxpr)),
             bodies=listing.tables,
+            has_losses=entry.captured.is_rewritten,
         )
 
 
@@ -108,11 +114,11 @@ def _input_paths(form: Form) -> list[str]:
 
 def _check_supported(entry: Entry) -> None:
     captured = entry.captured
-    if captured.is_rewritten:
+    if captured.is_rewritten and not any(region.is_loss for region in entry.regions):
         raise UnsupportedError(
-            'export("jax") cannot write gradient options: micro-batches, and losses that each device computes by itself.',
+            'export("jax") cannot write micro-batches of a loss of the whole batch.',
             where=captured.name,
-            got="spmdctx.value_and_grad or spmdctx.grad in the step, with options that act on it",
+            got="spmdctx.value_and_grad or spmdctx.grad in the step, with grad_accumulation_step",
             fix="export a step that uses jax.value_and_grad, whose loss is that of the whole batch",
         )
 

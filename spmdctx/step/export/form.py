@@ -36,6 +36,7 @@ class Form:
         updated: for each leaf of a state, which result of the captured program is its next value, None for one that stays.
         objects: the names of the arguments that are nnx objects.
         static: the names of the arguments that are bound.
+        given: the dynamic arguments as the step takes them, nnx objects among them.
     """
 
     fn: Callable[..., Any]
@@ -46,6 +47,7 @@ class Form:
     updated: tuple[int | None, ...] = ()
     objects: tuple[str, ...] = ()
     static: tuple[str, ...] = ()
+    given: Any = None
 
     def traced(self) -> tuple[Any, Any]:
         """Returns the step's own trace, and the structure of its result."""
@@ -84,6 +86,7 @@ def form_of(entry: Entry, target: Target, static: Static) -> Form:
             entry.captured.mesh_axes,
             tuple(range(len(leaves))),
             static=_bound(target, static),
+            given=(tuple(args), kwargs),
         )
     if isinstance(structure, ObjectStructure) and structure.regrown is None:
         return _with_state(entry, structure, target, static, leaves)
@@ -147,6 +150,7 @@ def _with_state(entry: Entry, structure: ObjectStructure, target: Target, static
         updated,
         tuple(every[place] for place in places),
         _bound(target, static),
+        structure.form.build(_objects(structure, leaves[:count]), leaves[count:]),
     )
 
 

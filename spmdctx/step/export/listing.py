@@ -6,24 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.extend.core as jexc
 import numpy as np
 
-from spmdctx.errors import UnsupportedError
 from spmdctx.rules.control_flow import opened
 from spmdctx.step.export.align import Tag
-from spmdctx.step.export.literals import NoLiteralError, source
-from spmdctx.step.export.runtime import DISSOLVED, Numbered, bodies
+from spmdctx.step.export.literals import literal_bytes, source
+from spmdctx.step.export.losses import is_loss
+from spmdctx.step.export.operations import Code, block_rows, code_of, dissolved, stated
+from spmdctx.step.export.runtime import Numbered, bodies, fixed
 from spmdctx.trace.build.canonical import Canonical
-from spmdctx.trace.build.origins import source_line
 
 Row = tuple[Any, ...]
 Table = dict[str, Any]
-
-
-class Code(str):
-    """Python source that stands in a row as it is."""
 
 
 class Listing:
@@ -65,7 +60,10 @@ class _Body:
 
     def is_plain(self, table: Table) -> bool:
         """Returns whether a table says nothing: the user's equations, in order."""
-        plain = {"rows": (("run", 0, len(self._own.lines)),), "results": tuple(self._own.results)}
+        plain = {
+            "rows": (("run", 0, len(self._own.lines)),),
+            "results": tuple([name if isinstance(name, str) else None for name in self._own.results]),
+        }
         return {name: tuple(entry) for name, entry in table.items()} == plain
 
     def listed(self, lowered: Any, inputs: Sequence[str], results: Sequence[Any]) -> Table:
@@ -82,6 +80,8 @@ class _Body:
         self._last |= {self._names[name]: math.inf for name in results if isinstance(name, str)}
         self._equations(eqns)
         own = [self._result(outputs, place, at) for at, place in enumerate(results)]
+        if any(map(is_loss, eqns)):
+            table["fixed"] = fixed(self._own, self._rows)
         return {**table, "rows": tuple(self._rows), "results": tuple(own)}
 
     def _result(self, outputs: Sequence[Any], place: Any, at: int) -> Any:
@@ -91,6 +91,8 @@ class _Body:
         default = self._own.results[at] if at < len(self._own.results) else None
         if isinstance(default, str) and self._names.get(default) is atom:
             return default
+        if isinstance(default, jexc.Literal) and _is_same_literal(atom, default):
+            return None  # the step's own number, which may change
         return self._read(atom)
 
     def _bind(self, names: Sequence[str], variables: Sequence[Any]) -> None:
@@ -133,7 +135,7 @@ class _Body:
         inner = {name for name, _, _ in bodies(own)}
         for name, value in eqn.params.items():
             if name not in inner and not _is_same(value, own.params[name]):
-                changed.setdefault("params", {})[name] = self._code(value, eqn)
+                changed.setdefault("params", {})[name] = code_of(value, eqn)
         for place, (var, before) in enumerate(zip(eqn.outvars, own.outvars, strict=True)):
             if var.aval.shape != before.aval.shape:
                 changed.setdefault("shapes", {})[place] = tuple(var.aval.shape)
@@ -180,73 +182,20 @@ class _Body:
 
     def _new(self, eqn: Any) -> None:
         """Lists an operation that is none of the user's."""
-        params = {name: self._code(stated(value), eqn) for name, value in eqn.params.items()}
+        params = {name: code_of(stated(value), eqn) for name, value in eqn.params.items()}
         names, to = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
         self._bind(to, eqn.outvars)
         self._rows.append(("apply", eqn.primitive.name, names, params, tuple(to)))
 
     def _local(self, eqn: Any) -> None:
         """Lists operations on each device's block."""
-        params, body = eqn.params, opened(eqn.params["jaxpr"])
-        names: dict[Any, str] = {var: f"in.{place}" for place, var in enumerate(body.invars)}
-
-        def read(atom: Any) -> Any:
-            return (np.asarray(atom.val).item(), str(atom.aval.dtype)) if isinstance(atom, jexc.Literal) else names[atom]
-
-        rows = []
-        eqns, results = dissolved(body)
-        for number, one in enumerate(eqns):
-            to = tuple(f"{number}.{place}" for place in range(len(one.outvars)))
-            own = {name: self._code(stated(value), eqn) for name, value in one.params.items()}
-            rows.append((one.primitive.name, tuple(map(read, one.invars)), own, to))
-            names.update(zip(one.outvars, to, strict=True))
+        params = eqn.params
+        rows, results = block_rows(params["jaxpr"])
         specs = tuple(tuple(Code(source(spec)) for spec in params[side]) for side in ("in_specs", "out_specs"))
         axes = tuple(sorted(params.get("newly_manual_axes", params.get("manual_axes", ()))))
         operands, made = tuple(map(self._read, eqn.invars)), self._new_names(len(eqn.outvars))
         self._bind(made, eqn.outvars)
-        self._rows.append(("local", operands, specs, axes, tuple(rows), tuple(map(read, results)), tuple(made)))
-
-    def _code(self, value: Any, eqn: Any) -> Code:
-        """Returns the source of a parameter.
-
-        Raises:
-            UnsupportedError: it has none.
-        """
-        try:
-            return Code(source(value))
-        except NoLiteralError as error:
-            raise UnsupportedError(
-                f'export("jax") cannot write the operation {eqn.primitive.name} as this plan splits it.',
-                where=source_line(eqn.source_info),
-                got=f"a parameter of type {error}",
-                fix="run the step with spmdctx, or pin the operands of this operation so that it stays whole",
-            ) from None
-
-
-def stated(value: Any) -> Any:
-    """Returns a parameter; a sharding that splits nothing, as operations of a type get it inside of a mesh, as None."""
-    return None if isinstance(value, jax.NamedSharding) and not any(value.spec) else value
-
-
-def dissolved(jaxpr: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the equations of a body with those of calls in the calls' places, and its results; calls of the user's own stay."""
-    found: list[Any] = []
-
-    def walk(jaxpr: Any, names: dict[Any, Any]) -> list[Any]:
-        def read(atom: Any) -> Any:
-            return atom if isinstance(atom, jexc.Literal) else names.get(atom, atom)
-
-        for eqn in jaxpr.eqns:
-            inner, operands = eqn.params.get(DISSOLVED.get(eqn.primitive.name, "")), [read(atom) for atom in eqn.invars]
-            if inner is not None and not getattr(inner, "consts", ()):
-                results = walk(opened(inner), dict(zip(opened(inner).invars, operands, strict=True)))
-            else:
-                results = [jexc.Var(var.aval) for var in eqn.outvars]
-                found.append(eqn.replace(invars=operands, outvars=list(results)))
-            names.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    return found, walk(jaxpr, {})
+        self._rows.append(("local", operands, specs, axes, rows, results, tuple(made)))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -264,5 +213,4 @@ def _is_same(one: Any, other: Any) -> bool:
 def _is_same_literal(atom: Any, own: Any) -> bool:
     if not isinstance(atom, jexc.Literal):
         return False
-    one, other = np.asarray(atom.val), np.asarray(own.val)
-    return atom.aval.dtype == own.aval.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    return bool(atom.aval.dtype == own.aval.dtype and literal_bytes(atom) == literal_bytes(own))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 from typing import Any
 
@@ -12,6 +13,11 @@ from jax.extend.core import Primitive, primitives
 from jax.sharding import PartitionSpec
 
 _COMBINERS = ("add", "mul", "min", "max")
+
+
+def literal_bytes(atom: Any) -> bytes:
+    """Returns the bytes of a literal in its own type: Python's numbers and those of NumPy are alike."""
+    return np.asarray(atom.val, atom.aval.dtype).tobytes()
 
 
 class NoLiteralError(Exception):
@@ -34,7 +40,9 @@ def source(value: Any) -> str:
     if isinstance(value, str):
         return '"' + repr(value)[1:-1].replace('"', '\\"') + '"' if "'" not in value else repr(value)
     if isinstance(value, np.bool_ | np.number):
-        return repr(value.item())
+        return source(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
     if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
         return repr(value)
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):

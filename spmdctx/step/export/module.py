@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 
-from spmdctx.step.export import runtime
-from spmdctx.step.export.listing import Code
+from spmdctx.step.export import blocks, runtime
+from spmdctx.step.export.blocks import Body, Named
 from spmdctx.step.export.literals import source
+from spmdctx.step.export.operations import Code
 
 _MARK = "# MARK\n"
 _WIDTH = 140
@@ -33,24 +34,28 @@ class Tables:
     compiler_options: Mapping[str, Any]
     digest: str
     bodies: Mapping[str, Mapping[str, Any]]
+    has_losses: bool = False
 
 
 def module_text(tables: Tables) -> str:
     """Returns the source of the module."""
-    code = inspect.getsource(runtime).partition(_MARK)[2]
+    first, code = (inspect.getsource(module).partition(_MARK)[2] for module in (blocks, runtime))
     parts = [
         f'"""{_docstring(tables)}"""',
         "",
         "from __future__ import annotations",
         "",
         "import hashlib",
-        "from typing import Any",
+        "from typing import Any, NamedTuple",
         "",
         "import jax",
         "import jax.extend.core as jexc",
         "from jax.extend.core import primitives",
         "from jax.sharding import NamedSharding",
         "from jax.sharding import PartitionSpec as P",
+        "",
+        first.strip(),
+        "",
         "",
         f"AXES = {source(dict(tables.axes))}",
         f"TRACED_ON = {source(dict(tables.traced_on))}  # the mesh that is set while the step is traced",
@@ -82,6 +87,13 @@ def _docstring(tables: Tables) -> str:
     lines = [f"The step `{tables.name}`, split over the mesh {mesh}. Needs JAX alone.", ""]
     if tables.static:
         lines += [f"Bind the static arguments ({', '.join(tables.static)}) first, with functools.partial.", ""]
+    if tables.has_losses:
+        module = "nnx" if tables.objects else "jax"
+        lines += [
+            "Each device differentiates the loss of its own rows, and the gradients are reduced: the module does so. In the step,",
+            f"{module}.value_and_grad and {module}.grad stand where those of spmdctx stood.",
+            "",
+        ]
     if tables.objects:
         objects = ", ".join(tables.objects) + ("," if len(tables.objects) == 1 else "")
         rest = ", ".join(tables.arguments[1:])
@@ -125,6 +137,8 @@ def _row(value: Any) -> str:
     """Returns the source of a row, in which some entries are source already."""
     if isinstance(value, Code):
         return str(value)
+    if isinstance(value, Body | Named):
+        return f"{type(value).__name__}({', '.join(map(_row, value))})"
     if isinstance(value, tuple | list):
         return f"({', '.join(map(_row, value))}{',' if len(value) == 1 else ''})"
     if isinstance(value, dict):

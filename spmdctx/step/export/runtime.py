@@ -1,4 +1,6 @@
-"""The code of an exported module: it writes the tables into the step that it is given. Imports JAX alone; exports copy what is below MARK.
+"""The code of an exported module: it writes the tables into the step that it is given.
+
+Exports copy what is below MARK, together with `blocks`; both need JAX alone.
 
 An exported module has tables of its own in place of the empty ones here.
 """
@@ -10,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.extend.core as jexc
-from jax.extend.core import primitives
 from jax.sharding import NamedSharding, PartitionSpec
+
+from spmdctx.step.export.blocks import primitive, run_rows, scalar
 
 P = PartitionSpec
 AXES: dict[str, int] = {}
@@ -80,7 +83,10 @@ class Parallel:
                 _check_leaf(place, _name(path), leaf)
             if len(leaves) != len(INPUTS):
                 raise ValueError(f"The step that was exported takes {len(INPUTS)} arrays, and not {len(leaves)}.")
-            closed, result = traced(self.step, leaves, key, TRACED_ON)
+            try:
+                closed, result = traced(self.step, leaves, key, TRACED_ON)
+            except TypeError as error:
+                raise ValueError(_OTHER.format(f"it cannot be traced ({error})")) from error
             program = jexc.jaxpr_as_fun(rewritten(closed, self.mesh))
             self._known[key] = self._jitted(program), result
         return leaves, *self._known[key]
@@ -107,7 +113,10 @@ def _name(path: Any) -> str:
 
 
 def _check_leaf(place: int, path: str, leaf: Any) -> None:
-    found = type_text(jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf)
+    try:
+        found = type_text(jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf)
+    except TypeError:
+        found = f"of type {type(leaf).__name__}"
     wanted, type_, _ = INPUTS[place] if place < len(INPUTS) else ("nothing", "nothing", None)
     if (path, found) != (wanted, type_):
         raise ValueError(f"Argument leaf {place} is not the one of the step that was exported: {path} {found}, and not {wanted} {type_}.")
@@ -169,7 +178,7 @@ HELD = {
     "custom_vmap_call": ("call",),
     "linear_call": ("callee",),
 }
-RENAMING = frozenset({"sharding_constraint", "reshard", "spmdctx_shard"})  # the last is the mark of shard(), if a step has any
+RENAMING = frozenset({"sharding_constraint", "reshard", "spmdctx_shard", "spmdctx_loss"})  # the last are marks, if a step has any
 
 
 class Numbered:
@@ -178,6 +187,7 @@ class Numbered:
     def __init__(self, jaxpr: Any, same: Any = RENAMING) -> None:
         self.jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         self.lines: list[tuple[Any, list[Any], list[str]]] = []
+        self.renamed: list[tuple[Any, Any]] = []
         self.inputs = {
             **{f"const.{place}": var for place, var in enumerate(self.jaxpr.constvars)},
             **{f"in.{place}": var for place, var in enumerate(self.jaxpr.invars)},
@@ -194,6 +204,7 @@ class Numbered:
             body = eqn.params.get(DISSOLVED.get(kind, ""))
             if kind in self._same:
                 results = operands[:1]
+                self.renamed.append((eqn, *results))
             elif body is not None and not getattr(body, "consts", ()):
                 inner = getattr(body, "jaxpr", body)
                 results = self._walk(inner, dict(zip(inner.invars, operands, strict=True)))
@@ -232,6 +243,21 @@ def digest(numbered: Numbered) -> str:
         rows += [digest(Numbered(body)) for _, _, body in bodies(eqn)]
     rows += [name if isinstance(name, str) else type_text(name.aval) for name in numbered.results]
     return hashlib.sha256("\n".join(rows).encode()).hexdigest()[:16]
+
+
+def fixed(numbered: Numbered, rows: Any) -> str:
+    """Returns a digest of the numbers in equations that no row runs: those of losses that each device computes by itself."""
+    run = {number for kind, *row in rows for number in (range(*row) if kind == "run" else row[:1] if kind == "equation" else ())}
+    found: list[str] = []
+
+    def add(lines: Any) -> None:
+        for eqn, operands, _ in lines:
+            found.extend(repr(scalar(name.val, name.aval.dtype)) for name in operands if not isinstance(name, str))
+            for _, _, body in bodies(eqn):
+                add(Numbered(body).lines)
+
+    add([line for number, line in enumerate(numbered.lines) if number not in run])
+    return hashlib.sha256("\n".join(found).encode()).hexdigest()[:16]
 
 
 def _plain(value: Any) -> str:
@@ -276,15 +302,10 @@ class Writer:
     def check(self) -> None:
         """Compares what the table says of equations with the equations."""
         for kind, *row in self.table["rows"]:
-            number, text = (
-                (row[0], row[-1])
-                if kind == "equation"
-                else (int(row[0].partition(".")[0]), row[-1])
-                if kind == "constrain" and row[-1]
-                else (None, "")
-            )
-            if number is None or not text:
+            text = row[-1] if kind in ("equation", "constrain") else ""
+            if not text:
                 continue
+            number = int(str(row[0]).partition(":")[0].partition(".")[0])
             found = self.numbered.text(number) if number < len(self.numbered.lines) else "nothing"
             if found != text:
                 raise ValueError(_OTHER.format(f"equation {self.key}{number} is {found!r}, and was {text!r}"))
@@ -298,7 +319,9 @@ class Writer:
             self.values[f"in.{place}"] = inputs[-1]
         for kind, *row in self.table["rows"]:
             getattr(self, kind)(*row)
-        results = [self.atom(name) for name in self.table["results"]]
+        if "fixed" in self.table and self.table["fixed"] != fixed(self.numbered, self.table["rows"]):
+            raise ValueError(_OTHER.format("a number in a loss is another one, which each device computes by itself"))
+        results = [self.atom(own if name is None else name) for name, own in zip(self.table["results"], self.numbered.results, strict=True)]
         return self.numbered.jaxpr.replace(invars=inputs, eqns=self.eqns, outvars=results)
 
     def atom(self, name: Any) -> Any:
@@ -306,8 +329,7 @@ class Writer:
         if isinstance(name, str):
             return self.values[name]
         if isinstance(name, tuple):
-            number = jax.numpy.asarray(name[0], name[1]) if not isinstance(name[0], bool) else name[0]
-            return jexc.Literal(_scalar(number, name[1]), jax.core.ShapedArray((), jax.numpy.dtype(name[1])))
+            return jexc.Literal(scalar(*name), jax.core.ShapedArray((), jax.numpy.dtype(name[1])))
         return name
 
     def run(self, first: int, stop: int) -> None:
@@ -356,16 +378,8 @@ class Writer:
 
     def local(self, operands: Any, specs: Any, axes: Any, rows: Any, results: Any, to: Any) -> None:
         """Runs operations of JAX on each device's block."""
-
-        def on_blocks(*blocks: Any) -> Any:
-            values = {f"in.{place}": block for place, block in enumerate(blocks)}
-            for kind, own, params, names in rows:
-                taken = [values[name] if isinstance(name, str) else jax.numpy.asarray(*name) for name in own]
-                made = primitive(kind).bind(*taken, **params)
-                values.update(zip(names, made if primitive(kind).multiple_results else [made], strict=True))
-            return tuple(values[name] for name in results)
-
-        mapped = jax.shard_map(on_blocks, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], axis_names=set(axes), check_vma=False)
+        placing: Any = {"mesh": self.mesh, "in_specs": specs[0], "out_specs": specs[1], "axis_names": set(axes), "check_vma": False}
+        mapped = jax.shard_map(lambda *own: run_rows(rows, results, own), **placing)
         self._write(mapped, operands, to)
 
     def _write(self, function: Any, operands: Any, to: Any, key: Any = None) -> None:
@@ -381,12 +395,3 @@ class Writer:
         fresh = [jexc.Var(var.aval) for var in template.outvars]
         self.eqns.append(template.replace(invars=atoms, outvars=fresh, source_info=info))
         self.values.update(zip(to, fresh, strict=True))
-
-
-def _scalar(number: Any, dtype: str) -> Any:
-    return jax.device_get(jax.numpy.asarray(number, dtype))[()]
-
-
-def primitive(kind: str) -> Any:
-    """Returns one of JAX's primitives by its name."""
-    return next(own for own in vars(primitives).values() if getattr(own, "name", None) == kind)

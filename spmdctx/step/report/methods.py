@@ -16,6 +16,7 @@ class MeasuredMethods:
     """What can be asked of a step that was called."""
 
     _calls: Calls | None = None
+    _profile: Profile | None = None
 
     def report(self) -> StepReport:
         """Returns what the calls with the shapes of the last one took, beside the plan: seconds, samples, FLOP/s, memory.
@@ -32,8 +33,12 @@ class MeasuredMethods:
     def profile(self, folder: str | os.PathLike[str]) -> Profile:
         """Returns a context whose calls JAX's profiler traces into `folder`; it then says where the devices' time went, beside the plan.
 
-        At its end it raises a PlanError if the step was not called inside.
+        A step that was not called before compiles in its first call, and the trace begins behind that. At its end the context raises a
+        PlanError if no call was traced.
         """
         from spmdctx.step.report.profile import Profile
 
-        return Profile(folder, lambda: self._calls)
+        return Profile(folder, lambda: self._calls, self._watched_by)
+
+    def _watched_by(self, profile: Profile | None) -> None:
+        self._profile = profile

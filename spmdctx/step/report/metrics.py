@@ -54,8 +54,12 @@ class Metrics:
                 raise
 
     def write(self, step: int, figures: Mapping[str, Any] | None = None, **more: Any) -> None:
-        """Writes figures of a step: numbers and scalar arrays by name, which are waited for; texts only in JSON lines."""
-        plain = {name: _plain(value) for name, value in {**(figures or {}), **more}.items()}
+        """Writes figures of a step: numbers and scalar arrays by name, which are waited for; texts only in JSON lines.
+
+        Raises:
+            TypeError: a figure that is none of these, by its name.
+        """
+        plain = {name: _plain(name, value) for name, value in {**(figures or {}), **more}.items()}
         for sink in self._sinks:
             sink.write(step, plain)
 
@@ -77,7 +81,7 @@ class Metrics:
 
 
 class _Lines:
-    """A file with one JSON object a line; each is there once `write` returns."""
+    """A file with one JSON object a line, each there once `write` returns. JSON has no NaN and no infinity: these are texts."""
 
     def __init__(self, path: str) -> None:
         try:
@@ -87,7 +91,7 @@ class _Lines:
             raise FileError("The metrics cannot be written.", where=path, got=error.strerror or str(error)) from None
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        row = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in figures.items()}
+        row = {name: _in_json(value) for name, value in figures.items()}
         self._file.write(json.dumps({"step": step, "time": time.time(), **row}, allow_nan=False) + "\n")
         self._file.flush()
 
@@ -147,11 +151,20 @@ def _numbers(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     yield from ((name, value) for name, value in figures.items() if isinstance(value, (int, float)))
 
 
-def _plain(value: Any) -> Any:
+def _in_json(value: Any) -> Any:
+    """Returns a number that JSON does not have as the text by which Python and JavaScript read it."""
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _plain(name: str, value: Any) -> Any:
     """Returns a figure as a number or a text; scalar arrays are waited for."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     own = getattr(value, "item", None)
     if own is not None and getattr(value, "size", 1) == 1:
         return own()
-    raise TypeError(message("A figure must be a number, a scalar array or a text.", got=type(value).__name__))
+    shape = getattr(value, "shape", None)
+    got = type(value).__name__ if shape is None else f"{type(value).__name__} of shape {tuple(shape)}"
+    raise TypeError(message("A figure must be a number, a scalar array or a text.", where=name, got=got))

@@ -30,10 +30,15 @@ def _no_calls() -> Calls | None:
     return None
 
 
+def _unwatched(_: Profile | None) -> None:
+    """Tells nobody of a profile."""
+
+
 class Profile(Report):
     """Where the devices' time of a step went: a context that traces the calls inside, and afterwards their report.
 
-    It ends with a PlanError if the step was not called inside.
+    A step that was not called before compiles in its first call: the trace begins behind it. A PlanError ends the context if no call was
+    traced.
 
     Attributes:
         folder: where JAX's own trace lies, for TensorBoard's profiler or xprof.
@@ -48,42 +53,67 @@ class Profile(Report):
 
     kind = "profile"
 
-    def __init__(self, folder: str | os.PathLike[str], calls: Callable[[], Calls | None]) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], calls: Callable[[], Calls | None], watch: Callable[[Profile | None], None] = _unwatched
+    ) -> None:
         self.folder = Path(folder)
         self.name, self.num_calls, self.num_devices = "", 0, 0
         self.rows: tuple[ProfileRow, ...] = ()
         self.busy_s, self.planned_s = 0.0, 0.0
         self.notes: tuple[str, ...] = ()
-        self._calls = calls
+        self._calls, self._watch = calls, watch
+        self._is_traced = False
         self._before: tuple[Calls | None, int] = (None, 0)
         self._traces: set[Path] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         # The report goes into another process, the step does not.
-        return {**self.__dict__, "_calls": _no_calls, "_before": (None, 0)}
+        return {**self.__dict__, "_calls": _no_calls, "_watch": _unwatched, "_before": (None, 0)}
 
     def __enter__(self) -> Self:
+        self._watch(self)
+        if self._calls() is not None:
+            self._begin()
+        return self
+
+    def compiled(self) -> None:
+        """Takes note of a call that has compiled the step. The trace begins behind it, unless it has begun before."""
+        if self._is_traced:
+            self.notes += ("A call in the trace compiled the step: it has other shapes than those before.",)
+        else:
+            self._begin()
+
+    def _begin(self) -> None:
         before = self._calls()
         self._before = before, 0 if before is None else before.count
-        drain(jax.local_devices())
+        self._wait()
         self._traces = traces_in(self.folder)
         options = jax.profiler.ProfileOptions()
         options.python_tracer_level = 0  # it slows the calls down
         jax.profiler.start_trace(str(self.folder), profiler_options=options)
-        return self
+        self._is_traced = True
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        drain(jax.local_devices())
-        jax.profiler.stop_trace()
+        self._watch(None)
+        if self._is_traced:
+            self._wait()
+            jax.profiler.stop_trace()
         if kind is None:
             self._read()
+
+    def _wait(self) -> None:
+        calls = self._calls()
+        (drain if calls is None else calls.wait)(jax.local_devices())
 
     def _read(self) -> None:
         calls = self._calls()
         before, count = self._before
-        self.num_calls = 0 if calls is None else calls.count - (count if calls is before else 0)
+        self.num_calls = 0 if calls is None or not self._is_traced else calls.count - (count if calls is before else 0)
         if calls is None or not self.num_calls:
-            raise PlanError("No call of the step was traced.", fix="call the step inside of `with step.profile(folder):`")
+            raise PlanError(
+                "No call of the step was traced.",
+                fix="call the step inside of `with step.profile(folder):`, twice or more if it has not run before: the first call compiles",
+            )
         entry = calls.entry
         self.name = entry.captured.name
         events = [event for path in sorted(traces_in(self.folder) - self._traces) for event in read_events(path)]
@@ -93,7 +123,7 @@ class Profile(Report):
         if type(entry.plan) is not Plan:
             named = Named(read_module(""), "", entry.plan.logical_mesh)
             self.planned_s = getattr(entry.plan, "step_s", entry.plan.cost.total_s)
-            self.notes = ("Only steps of one program on one mesh have their rows beside the plan's.",)
+            self.notes += ("Only steps of one program on one mesh have their rows beside the plan's.",)
         else:
             text = entry.lower(entry.captured.in_avals).compile().as_text() or ""
             named = Named(read_module(text), text.partition("HloModule ")[2].partition(",")[0], entry.plan.logical_mesh)
@@ -118,12 +148,12 @@ class Profile(Report):
         table = Table(box=box.SIMPLE_HEAD, header_style="dim", title_justify="left", caption_justify="left")
         table.title = f"{self.name}, {counted(self.num_calls, 'call')} traced: a device is busy for {seconds_text(self.busy_s)} a step"
         table.title += f", planned {seconds_text(self.planned_s)}"
-        for column in ("", "measured", "behind others", "planned", "planned / measured", "runs"):
+        for column in ("", "measured", "behind others", "planned", "planned / measured", "runs a step"):
             table.add_column(column, justify="right" if column else "left", overflow="fold")
         for row in self.rows[:_MOST_ROWS]:
             ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
             figures = (row.measured_s, row.behind_s or None, row.planned_s)
-            table.add_row(row.what, *("" if one is None else seconds_text(one) for one in figures), ratio, f"{row.count:g}")
+            table.add_row(row.what, *("" if one is None else seconds_text(one) for one in figures), ratio, f"{row.count:.4g}")
         rest = self.rows[_MOST_ROWS:]
         if rest:
             sums = (sum(row.measured_s for row in rest), sum(row.behind_s for row in rest), sum(row.planned_s or 0.0 for row in rest))

@@ -18,6 +18,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.report.trace import Event, Spent
 from spmdctx.trace.build.program import ManualRegion
+from spmdctx.trace.build.shard_maps import LOSS_SCOPE
 from spmdctx.wording import place_text
 
 _CONTAINERS = frozenset({"while", "conditional", "call", "async-start"})
@@ -43,7 +44,7 @@ class ProfileRow:
         measured_s: device seconds; those of all rows add up to the time in which a device was busy.
         behind_s: more seconds in which it ran while something else counted, as a collective behind compute.
         planned_s: the plan's, None where the plan has no such row.
-        count: executions on one device.
+        count: executions of its ops on one device.
     """
 
     what: str
@@ -94,7 +95,7 @@ class Named:
         if kind:
             return RowKind.COLLECTIVE, _collective(kind, read_span(instruction.attributes, self._mesh).axes)
         for one in (instruction, *self._inside(instruction)):
-            place = self._module.source(one)
+            place = self._module.source(one, of_users=True)
             if place:
                 found = _OP_NAME.search(one.attributes)
                 return RowKind.COMPUTE, _compute(place, found[1] if found else "")
@@ -133,9 +134,12 @@ def planned_rows(planned: Planned, topology: Topology) -> tuple[dict[_Key, float
             axes = ((),) * len(op.rule.sizes) if choices is None else choices[op.id].axes
             seconds = times * op.repeats * compute_time_s(graph, op, axes, mesh, topology)
             if seconds:
-                key = RowKind.COMPUTE, _compute(origin.source, origin.name)
+                source = origin.source.replace(f" in {LOSS_SCOPE})", ")").replace(f"{LOSS_SCOPE}/", "")
+                key = (RowKind.COMPUTE, _compute(source, origin.name)) if source else (RowKind.OTHER, "ops without a source line")
                 rows[key] += seconds
-                names.setdefault(key, place_text(origin.source) + key[1].removeprefix(origin.source.partition(" ")[0]))
+                if not source:
+                    continue
+                names.setdefault(key, place_text(source) + key[1].removeprefix(source.partition(" ")[0]))
 
     def add_bodies(regions: Iterable[ManualRegion], times: int) -> None:
         for region in regions:

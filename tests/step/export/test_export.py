@@ -256,7 +256,46 @@ def test_other_numbers_in_a_step_are_none_of_its_form(tmp_path):
     np.testing.assert_array_equal(found["w0"], CHAIN["w0"] * 0.5)
 
 
-@pytest.mark.parametrize("args", [(CHAIN, X[:16]), ({**CHAIN, "w3": CHAIN["w0"]}, X), (CHAIN, X.astype(jnp.bfloat16))])
+def test_numbers_of_python_among_the_results_are_those_of_the_step_that_runs(tmp_path):
+    def step(*numbers):
+        return lambda params, x: ({"loss": chain(params, x)}, None, *numbers)
+
+    split = spmdctx.parallel(step(1, 2.5, True, float("nan")), **QUICK)
+    split.plan(CHAIN, X).export("jax", tmp_path / "m.py")
+    module = loaded(tmp_path / "m.py")
+    found, wanted = module["parallel"](step(1, 2.5, True, float("nan")))(CHAIN, X), split(CHAIN, X)
+    assert jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), found) == jax.tree.map(lambda leaf: (leaf.dtype, leaf.weak_type), wanted)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert [float(one) for one in module["parallel"](step(3, 0.5, False, 7.0))(CHAIN, X)[2:]] == [3, 0.5, 0, 7]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda params, value: (params, value, value),
+        lambda params, value: params,
+        lambda params, value: (value, params),
+        lambda params, value: (params, jnp.sin(value)),
+        lambda params, value: (params, 3),
+        lambda params, value: (params, value, "text"),
+    ],
+)
+def test_a_step_that_changed_is_refused_before_and_after_its_export(tmp_path, change):
+    changes = [lambda params, value: (params, value)]
+
+    def step(params, x):
+        return changes[-1](params, chain(params, x))
+
+    plan = spmdctx.parallel(step, **QUICK).plan(CHAIN, X)
+    plan.export("jax", tmp_path / "m.py")
+    changes.append(change)
+    with pytest.raises(PlanError, match="has changed since"):
+        plan.export("jax", tmp_path / "other.py")
+    with pytest.raises(ValueError, match="not the one that was exported"):
+        loaded(tmp_path / "m.py")["parallel"](step)(CHAIN, X)
+
+
+@pytest.mark.parametrize("args", [(CHAIN, "text"), (CHAIN, X[:16]), ({**CHAIN, "w3": CHAIN["w0"]}, X), (CHAIN, X.astype(jnp.bfloat16))])
 def test_arguments_of_other_shapes_are_refused(tmp_path, args):
     spmdctx.parallel(descending(chain), **QUICK).plan(CHAIN, X).export("jax", tmp_path / "m.py")
     with pytest.raises(ValueError, match=r"Argument leaf|takes 4 arrays"):
@@ -271,13 +310,6 @@ def test_what_cannot_be_exported_is_named(tmp_path):
     plan.save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="does not hold"):
         spmdctx.Plan.load(tmp_path / "plan.json").export("jax", path)
-
-    def local(params, x):
-        value, grads = spmdctx.value_and_grad(lambda params: chain(params, x))(params)
-        return jax.tree.map(lambda old, new: old - 0.1 * new, params, grads), value
-
-    with pytest.raises(UnsupportedError, match="gradient options"):
-        spmdctx.parallel(local, parallel_mode="data_parallel").plan(CHAIN, X).export("jax", path)
     assert not path.exists()
 
 

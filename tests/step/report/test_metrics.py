@@ -68,14 +68,15 @@ def test_each_call_appends_one_line(tmp_path):
         metrics.write(2, {"loss": np.float64(0.25)}, rows=3)
         assert len(lines_of(path)) == 2  # before it is closed
     with spmdctx.Metrics(path) as metrics:
-        metrics.write(3, loss=float("nan"))
+        metrics.write(3, loss=float("nan"), up=jnp.float32(jnp.inf), down=-np.inf)
     rows = lines_of(path)
     assert [{name: value for name, value in row.items() if name != "time"} for row in rows] == [
         {"step": 1, "loss": 0.5, "note": "warm"},
         {"step": 2, "loss": 0.25, "rows": 3},
-        {"step": 3, "loss": None},
+        {"step": 3, "loss": "NaN", "up": "Infinity", "down": "-Infinity"},
     ]
     assert rows[0]["time"] <= rows[2]["time"]
+    assert float(rows[2]["up"]) == float("inf")
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,25 @@ def seen(tmp_path_factory):
     return folder, *profiled(folder)
 
 
+def test_a_call_that_compiles_is_not_in_the_trace(tmp_path):
+    step = spmdctx.parallel(train, parallel_mode="semi_auto_parallel", device_num=4)
+    with pytest.raises(PlanError, match=r"twice or more"), step.profile(tmp_path / "one"):
+        step(*arguments())
+    step.clear_cache()
+    w, x = arguments()
+    with step.profile(tmp_path / "trace") as profile:
+        for _ in range(3):
+            w = step(w, x)
+    assert (profile.num_calls, profile.notes) == (2, ())
+    # All of it is in the trace, although nothing has waited for the calls.
+    assert {row.count for row in profile.rows if row.kind is RowKind.COLLECTIVE} == {1}
+    with step.profile(tmp_path / "other") as profile:
+        step(*arguments())
+        step(*arguments(128))
+    assert profile.num_calls == 1
+    assert "compiled the step" in profile.notes[0]
+
+
 def union_ns(intervals):
     """The length of a union of intervals, counted in another way than the report's."""
     ordered, total, end = np.array(sorted(intervals)), 0.0, -np.inf
@@ -172,6 +191,7 @@ def test_an_error_inside_stays_the_error(tmp_path):
     with pytest.raises(ZeroDivisionError), step.profile(tmp_path):
         1 / 0  # noqa: B018  the error is all it is for
     with step.profile(tmp_path) as profile:
+        step(*arguments())
         step(*arguments())
     assert profile.num_calls == 1
 

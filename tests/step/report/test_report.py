@@ -190,6 +190,58 @@ def test_the_first_report_compiles_nothing_that_it_would_take_for_a_queue():
     assert step.report().step_s == first.step_s
 
 
+class Running:
+    """Stands in for the array of a call's result; `runs` tells whether its step still runs when the next call begins."""
+
+    runs = False
+
+    def is_awaited(self):
+        return self.runs
+
+    def take(self, result):
+        self.runs = result
+
+    def wait(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("runs", "seconds"),
+    [
+        pytest.param(lambda place: True, 2.0, id="waited-for-behind-the-loop"),
+        pytest.param(lambda place: place % 10 < 9, 2.0, id="waited-for-now-and-then"),
+        pytest.param(lambda place: place == 50, 0.25, id="nearly-always-waited-for"),
+        pytest.param(lambda place: False, 0.25, id="waited-for-each"),
+    ],
+)
+@pytest.mark.parametrize("count", [5, 200])
+def test_calls_that_do_not_wait_are_timed_until_the_report_is_asked_for(clock, runs, seconds, count):
+    calls = Calls(None)
+    calls._result = Running()
+    for place in range(count):
+        clock[0] = 9.0 + 0.25 * place
+        calls.look()
+        calls.note(clock[0], runs(place))
+    clock[0] = 9.25 + 2.0 * (count - 1)
+    assert calls.step_s(()) == seconds
+    clock[0] += 1e6
+    assert calls.step_s(()) == seconds
+
+
+def test_a_report_keeps_no_result_alive_and_sees_what_runs():
+    step = spmdctx.parallel(lambda x: {"rows": [jnp.sin(x)], "sum": x.sum()}, parallel_mode="data_parallel")
+    seen = step(np.ones((ROWS, WIDTH), np.float32))
+    result = step._calls._result
+    assert result._array() is seen["sum"]
+    result.wait()
+    assert seen["sum"].is_ready()
+    seen["sum"].delete()  # as a donation does
+    assert not result.is_awaited()
+    result.wait()
+    result.take([seen["rows"][0].repeat(10)])
+    assert result._array() is None
+
+
 def test_a_second_report_gives_the_seconds_that_the_first_one_waited_for(clock, monkeypatch):
     calls = called(clock, [0.0, 10.0, 10.5, 11.0])
 
