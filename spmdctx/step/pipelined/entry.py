@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,7 @@ from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, who
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.insight import PipelineReplanner
 from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
 from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
@@ -66,10 +67,19 @@ class PipelinedEntry(Entry):
     """A captured step with the plan of its pipeline; `planned` gives it if it is there already."""
 
     def __init__(
-        self, step: PipelinedStep, environment: Environment, notes: Sequence[str] = (), planned: PlannedPipeline | None = None
+        self,
+        step: PipelinedStep,
+        environment: Environment,
+        notes: Sequence[str] = (),
+        planned: PlannedPipeline | None = None,
+        replan: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(replace(step.captured, notes=(*step.captured.notes, *notes)), environment, notes)
-        self._step, self._given = step, planned
+        self._step, self._given, self._given_notes = step, planned, notes
+        self._replan = replan or PipelineReplanner(step, environment, self._again)
+
+    def _again(self, around: Environment, found: PlannedPipeline) -> PipelinePlan:
+        return PipelinedEntry(self._step, around, self._given_notes, found, self._replan)._plan
 
     @cached_property
     def pipeline(self) -> PlannedPipeline:
@@ -112,7 +122,8 @@ class PipelinedEntry(Entry):
             *crossing_after(self.pipeline),
             *selected_branches(self.pipeline),
         ]
-        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+        plan = assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+        return replace(plan, replan=self._replan)
 
     def _not_reused(self) -> list[str]:
         """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""
