@@ -35,6 +35,7 @@ from spmdctx.trace.capture.target import Target
 from spmdctx.trace.marker import tracing_in
 from spmdctx.trace.scope.mesh import get_mesh
 from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording.warned import warn_user
 
 
 def capture_step(target: Target, call: Call, static: Static, settings: Settings) -> Captured:
@@ -138,7 +139,7 @@ def _without_calls(captured: Captured, options: GradientOptions) -> list[str]:
         f"{name} has no effect on gradients of jax.grad or nnx.grad: call spmdctx.value_and_grad or spmdctx.grad." for name in names
     ]
     for sentence in sentences:
-        warnings.warn(sentence, ContextWarning, stacklevel=2)
+        warn_user(sentence)
     return sentences
 
 

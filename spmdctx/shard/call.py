@@ -18,6 +18,7 @@ from spmdctx.ir.graph import fusion_scope
 from spmdctx.ir.layout import Layout
 from spmdctx.shard.eager import run_split, runs_eagerly
 from spmdctx.trace.marker import mark, new_region, traced_mode
+from spmdctx.wording.warned import warn_user
 
 Spec = tuple[int, ...] | Layout | None
 """The strategy of one tensor: the number of slices of each dimension, a layout, or None (free)."""
@@ -54,7 +55,7 @@ class Region(NamedTuple):
         for pattern, _ in self.strategies.parameter_plan:
             if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
                 text = f"parameter_plan of {self.label}: {pattern!r} matches no parameter; there are {', '.join(paths) or 'none'}."
-                warnings.warn(text, ContextWarning, stacklevel=2)
+                warn_user(text)
 
 
 Body = Callable[[Region], Callable[..., Any]]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jexc
 
-from spmdctx.errors import ContextWarning
 from spmdctx.ir.graph import Op, item_bytes
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import TensorSharding
@@ -21,6 +19,7 @@ from spmdctx.machine.reshard import reshard_steps
 from spmdctx.machine.xla.partitioner.repetition import whole
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.specs import named_sharding
+from spmdctx.wording.warned import warn_user
 
 
 class Constraints:
@@ -111,7 +110,7 @@ class Block:
         separated = separate_buckets(self.eqns, outputs, sums)
         for bucket in separated.joined:
             text = f"Buckets {bucket} and {bucket + 1} of gradients are reduced together: one is computed from the other."
-            warnings.warn(text, ContextWarning, stacklevel=2)
+            warn_user(text)
         return separated.eqns, separated.outputs
 
     def constrain(self, var: Any, sharding: TensorSharding) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from spmdctx.context.state import AutoParallelContext
+from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS
 from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.pipeline.stages.whole import PlannedPipeline, foreign_operands
@@ -33,6 +35,22 @@ def whole_backward(pipeline: PlannedPipeline) -> list[str]:
         f"{pipeline.schedule.name} leaves these equations of the backward pass in one part, which gives the gradients of inputs and "
         f"weights together: {kinds}. So fewer gradients of weights are left to fill the time in which stages wait."
     ]
+
+
+def without_buckets(pipeline: PlannedPipeline, context: AutoParallelContext, *, keeps_barriers: bool) -> list[str]:
+    """Returns why buckets of gradients by index have no effect in any stage, or nothing.
+
+    Args:
+        pipeline: the planned pipeline.
+        context: what asks for buckets.
+        keeps_barriers: `Compiler.keeps_barriers`.
+    """
+    if not context.fuses_by_index or pipeline.mesh.num_devices == 1:
+        return []
+    tasks = [task for chunk in pipeline.planned for task in (*chunk.tasks.values(), *pipeline.reductions.values())]
+    if all(bucket is None for task in tasks for bucket in task.planned.directives.gradients.buckets):
+        return ["all_reduce_fusion_config has no effect: no stage reduces a gradient."]
+    return [] if keeps_barriers else [NO_BUCKETS]
 
 
 def crossing_after(pipeline: PlannedPipeline) -> list[str]:

@@ -22,7 +22,7 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
-from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, whole_backward
+from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, whole_backward, without_buckets
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
@@ -37,6 +37,7 @@ from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted
 from spmdctx.wording.phases import log_of
+from spmdctx.wording.warned import warn_user
 
 _LOG = log_of("plan")
 
@@ -104,6 +105,8 @@ class PipelinedEntry(Entry):
     def planned(self) -> Any:
         """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
         _LOG.info("%s was planned: %s.", self.captured.name, self._plan.summary)
+        for text in self._without_buckets:
+            warn_user(text)
         save_pipeline(self._plan, self.environment.settings)
         return self.pipeline
 
@@ -118,12 +121,18 @@ class PipelinedEntry(Entry):
         notes = [
             *self._not_reused(),
             *unmatched_patterns(self.captured, settings),
+            *self._without_buckets,
             *whole_backward(self.pipeline),
             *crossing_after(self.pipeline),
             *selected_branches(self.pipeline),
         ]
         plan = assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
         return replace(plan, replan=self._replan)
+
+    @cached_property
+    def _without_buckets(self) -> list[str]:
+        compiler = self.environment.settings.topology.compiler
+        return without_buckets(self.pipeline, self.environment.context, keeps_barriers=compiler.keeps_barriers)
 
     def _not_reused(self) -> list[str]:
         """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -14,7 +13,6 @@ import jax
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives, asks_for_groups, with_copies
-from spmdctx.errors import ContextWarning
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import PlannedGradient, Timing
@@ -39,6 +37,7 @@ from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording.phases import line
+from spmdctx.wording.warned import warn_user
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         grouped = asks_for_groups(settings.context, setup.mesh, has_regions=has_regions)
         if grouped and has_regions:
             notes = (*notes, *group_notes(program, settings, setup, bill, directives.groups))
-        without = _without_buckets(program, settings, setup.mesh, assignment, directives)
+        without = _without_buckets(program, settings, setup.mesh, assignment, directives, is_part=captured.is_part)
         if without:
             notes = (*notes, without)
         if shared is None and not is_rough:
@@ -120,7 +119,7 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     here = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     here = replace(here, memory_profile=bill.memory_profile, early=bill.early)
     here = replace(here, about=about_of(program, captured, settings))
-    _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
+    _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives, is_part=captured.is_part)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
     return Planned(here, program, plan.assignment, plan.logical_mesh, directives, _joined(undivided))
 
@@ -130,14 +129,19 @@ def _joined(sentences: Sequence[str]) -> tuple[str, ...]:
     return (" ".join(sentences),) if sentences else ()
 
 
-def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, assignment: Assignment, directives: Directives) -> str:
-    """Returns which buckets of gradients have no effect, after a warning that says so, or an empty string if all have one."""
+def _without_buckets(
+    program: Program, settings: Settings, mesh: LogicalMesh, assignment: Assignment, directives: Directives, *, is_part: bool
+) -> str:
+    """Returns which buckets of gradients have no effect, after a warning that says so, or an empty string if all have one.
+
+    Of a part of a pipeline, only what holds for that part: others may reduce what it does not.
+    """
     gradients = directives.gradients
-    without = no_buckets_note(program, settings, mesh, gradients.buckets) or unbucketed_note(
-        program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
-    )
+    without = "" if is_part else no_buckets_note(program, settings, mesh, gradients.buckets)
+    if not without and settings.topology.compiler.keeps_barriers:
+        without = unbucketed_note(program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums)
     if without:
-        warnings.warn(without, ContextWarning, stacklevel=3)
+        warn_user(without)
     return without
 
 

@@ -6,15 +6,14 @@ after those before it. Left alone, it fuses the product with the update, and run
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import jax.extend.core as jexc
 
-from spmdctx.errors import ContextWarning
 from spmdctx.lowering.rewrite.equations import ancestors, barrier_of, in_order, variables
 from spmdctx.trace.build.jaxprs.equations import renamed
+from spmdctx.wording.warned import warn_user
 
 
 def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: Any) -> tuple[list[Any], list[Any]]:
@@ -29,7 +28,7 @@ def wait_for(eqns: Sequence[Any], outputs: Sequence[Any], gate: Any, *results: A
     made = {var: place for place, eqn in enumerate(eqns) for var in eqn.outvars}
     if not made.keys() >= {gate, *results}:
         text = "The step does not wait for an update of state as planned, and may take more memory: the update is made inside of a call."
-        warnings.warn(text, ContextWarning, stacklevel=2)
+        warn_user(text)
         return list(eqns), list(outputs)
     after = {var: jexc.Var(var.aval) for var in (gate, *results)}
     before = ancestors(eqns, after)
