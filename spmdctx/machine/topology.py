@@ -75,7 +75,10 @@ class Compiler:
 
     @property
     def fuses_rows(self) -> bool:
-        """Fuses the reduction of a row with what reads both, and writes the result beside the row (`machine.xla.memory.row_fusions`)."""
+        """Fuses the reduction of a row with what reads both, and writes the result beside the row (`machine.xla.memory.row_fusions`).
+
+        It also writes results beside what a library made (`library_results`).
+        """
         return self.keeps_barriers and not self.runs_barriers_in_order
 
 

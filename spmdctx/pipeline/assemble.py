@@ -40,6 +40,7 @@ def assembled(pipeline: PlannedPipeline, mode: str, topology: str, notes: Iterab
         pipeline.cut.chunk_reasons(_leaves(pipeline)),
         pipeline.cut.cut_reasons(),
         tuple(dict.fromkeys((*pipeline.step.captured.notes, *pipeline.notes, *notes, *_notes(pipeline)))),
+        (pipeline.bounds.cuts_s or None) if pipeline.bounds is not None else None,
     )
 
 

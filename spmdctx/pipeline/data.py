@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from spmdctx.ir.graph import Role, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
@@ -101,6 +101,11 @@ class PipelineData:
         chunk_reasons: what each chunk of the loss holds.
         cut_reasons: why each cut is where it is.
         notes: what a user would want to know.
+        lower_bound_s: seconds below which no cut into as many chunks on as many stages runs a step, by any splits and any order of tasks;
+            proven under the cost model. None if nothing was searched.
+        replan: plans the step again for a budget and a number of devices, like that of a plan without stages.
+
+    The last two are neither compared nor saved.
     """
 
     mode: str
@@ -118,6 +123,16 @@ class PipelineData:
     chunk_reasons: tuple[ChunkReason, ...]
     cut_reasons: tuple[CutReason, ...]
     notes: tuple[str, ...]
+    lower_bound_s: float | None = field(default=None, compare=False)
+    replan: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "replan": None}
+
+    @property
+    def gap(self) -> float | None:
+        """How far a step is above `lower_bound_s`, which counts neither what devices exchange nor what follows the loss."""
+        return None if self.lower_bound_s is None else max(0.0, self.step_s / self.lower_bound_s - 1)
 
     @property
     def told_transfers(self) -> tuple[tuple[str, ...], ...]:
@@ -130,6 +145,11 @@ class PipelineData:
         ]
         total = (str(sum(one.count for one in values)), bytes_text(sum(one.bytes for one in values)))
         return (*rows, *([(str(Moved.VALUE), "all", "all", *total)] if values else []))
+
+    @property
+    def whole_mesh(self) -> LogicalMesh:
+        """The mesh of all devices: an axis `stage` before those of each stage."""
+        return LogicalMesh((("stage", len(self.stages)), *self.logical_mesh.axes))
 
     @property
     def mesh(self) -> dict[str, int]:

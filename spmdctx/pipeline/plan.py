@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -20,9 +21,12 @@ from spmdctx.pipeline.show.table import pipeline_table
 from spmdctx.pipeline.show.timeline import Timeline
 from spmdctx.plan.data import PlanData
 from spmdctx.plan.file import reads_format
-from spmdctx.plan.plan import Plan
+from spmdctx.plan.pareto import Progress
+from spmdctx.plan.plan import Plan, weighed
 from spmdctx.plan.show.diff import PlanDiff
+from spmdctx.plan.show.pareto import Pareto
 from spmdctx.plan.show.terminal import plain_text
+from spmdctx.wording import counted
 from spmdctx.wording.files import write_file
 from spmdctx.wording.reports import stamped
 
@@ -58,6 +62,37 @@ class PipelinePlan(PipelineData):
             pattern: "stage 3", or what `Plan.explain` takes, which is then asked of each stage's programs.
         """
         return explained(self, pattern)
+
+    def certify(self) -> PipelinePlan:
+        """Returns this plan, whose certificate was made with it: `lower_bound_s`, below which no cut into as many chunks takes, and `gap`.
+
+        Raises:
+            UnsupportedError: the plan is from a file, or was not searched for; plan the step again.
+        """
+        if self.lower_bound_s is not None:
+            return self
+        raise UnsupportedError(
+            "This plan of a pipeline cannot be certified: no search has made it here, or the loss multiplies no matrices.",
+            got=f"a plan of parallel_mode {self.mode!r} on {counted(len(self.stages), 'stage')}",
+            fix="plan the step in auto_parallel, and certify that plan; each of plan.joints has a certificate of its own",
+        )
+
+    def pareto(self, memory_bytes: Sequence[int] = (), num_devices: Sequence[int] = (), *, progress: Progress | None = None) -> Pareto[Any]:
+        """Weighs time against memory, as `Plan.pareto` does: plans the step again, on as many stages and by the same schedule.
+
+        With `auto_pipeline` each point has the number of stages that is best there; one of a single stage has a `Plan`.
+
+        Args:
+            memory_bytes: budgets per device; empty for this plan's memory and fractions of it, down to where nothing fits.
+            num_devices: counts of devices of all stages; empty for half as many, as many and twice as many.
+            progress: called with each point and each budget that no plan meets.
+
+        Raises:
+            UnsupportedError: the plan is from a file; plan the step again.
+            TypeError: budgets or counts that are no numbers, or a progress that cannot be called.
+            ContextError: a budget or count that is not positive.
+        """
+        return weighed(self.replan, self.num_devices, memory_bytes, num_devices, progress)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the tables say as plain data, in seconds and bytes, with its versioned "schema"."""

@@ -266,6 +266,11 @@ class PlanData:
         return dict(self.logical_mesh.axes)
 
     @property
+    def whole_mesh(self) -> LogicalMesh:
+        """The mesh of all devices; that of a pipeline's plan has an axis of its stages, too."""
+        return self.logical_mesh
+
+    @property
     def ops(self) -> Sequence[PlannedOp]:
         """The ops as rows, which are made when they are read."""
         return self.op_table

@@ -90,6 +90,7 @@ class Ask(NamedTuple, Generic[AnyPlan]):
         memory_bytes: budgets per device.
         num_devices: device counts.
         progress: takes each point and each budget that no plan meets, as it is found.
+        is_brief: whether `replan` spends little work on each plan.
     """
 
     replan: Callable[..., AnyPlan]
@@ -97,6 +98,7 @@ class Ask(NamedTuple, Generic[AnyPlan]):
     memory_bytes: Sequence[int]
     num_devices: Sequence[int]
     progress: Progress
+    is_brief: bool = True
 
 
 def plan_again(ask: Ask[AnyPlan], answer: Callable[..., Answer]) -> Answer:
@@ -120,7 +122,7 @@ def plan_again(ask: Ask[AnyPlan], answer: Callable[..., Answer]) -> Answer:
         notes.append(f"Interrupted: budgets on {', '.join(planned)} devices were not all planned.")
     rows = [row for own in found.values() for row in own.rows()]
     unmet = tuple(one for own in found.values() for one in own.unmet)
-    loose = sum((made.gap or 0.0) > _LOOSE_GAP for _, made in rows)
+    loose = sum((made.gap or 0.0) > _LOOSE_GAP for _, made in rows) if ask.is_brief else 0
     if loose:
         notes.append(
             f"Little work is spent on each budget: {loose} of {len(rows)} plans are not proven to be within {_LOOSE_GAP:.1%} of the "
@@ -179,7 +181,7 @@ class _OnDevices(Generic[AnyPlan]):
             self.unmet.append(Unmet(self._count, limit, str(why) or "The predicted peak is over the budget."))
             self._ask.progress(self.unmet[-1])
             return None
-        point = ParetoPoint(self._count, made.logical_mesh, limit, made.cost.memory_bytes, made.cost.total_s)
+        point = ParetoPoint(self._count, made.whole_mesh, limit, made.cost.memory_bytes, made.cost.total_s)
         known, plan = self._found.setdefault((point.memory_bytes, point.total_s), (point, made))
         if known is not point and limit is not None:
             known = replace(known, also_limit_bytes=(*known.also_limit_bytes, limit))

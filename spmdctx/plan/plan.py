@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -178,23 +178,7 @@ class Plan(PlanData):
             TypeError: budgets or counts that are no numbers, or a progress that cannot be called.
             ContextError: a budget or count that is not positive.
         """
-        if self.replan is None:
-            raise UnsupportedError(
-                "This plan cannot be planned again: it does not hold the step that it was made for.",
-                fix="plan the step again in auto_parallel, and ask that plan",
-            )
-        for name, values in (("memory_bytes", memory_bytes), ("num_devices", num_devices)):
-            if not isinstance(values, Iterable):
-                raise TypeError(message(f"{name} must be a list.", got=shown(values)))
-        if any(isinstance(count, bool) or not isinstance(count, int) for count in num_devices):
-            raise TypeError(message("num_devices must hold ints.", got=shown(list(num_devices))))
-        if any(count < 1 for count in num_devices):
-            raise ContextError("num_devices must hold ints of at least 1.", got=shown(list(num_devices)))
-        if progress is not None and not callable(progress):
-            raise TypeError(message("progress must be a function of what is found.", got=shown(progress)))
-        replan = self.replan.briefly() if isinstance(self.replan, Brief) else self.replan
-        with showing(progress) as tell:
-            return plan_again(Ask(replan, self.logical_mesh.num_devices, memory_bytes, num_devices, tell), Pareto)
+        return weighed(self.replan, self.logical_mesh.num_devices, memory_bytes, num_devices, progress)
 
     def save_html(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as one self-contained page, and makes the file's folder; a reader never sees half of it.
@@ -212,3 +196,38 @@ class Plan(PlanData):
 
     def _repr_html_(self) -> str:
         return plan_page(self)
+
+
+def weighed(
+    replan: Callable[..., Any] | None,
+    own: int,
+    memory_bytes: Sequence[int],
+    num_devices: Sequence[int],
+    progress: Progress | None,
+) -> Pareto[Any]:
+    """Answers `Plan.pareto`, also for the plan of a pipeline; see there.
+
+    Args:
+        replan: plans the step again; None if the plan does not hold it.
+        own: the number of devices of the plan.
+        memory_bytes: see there.
+        num_devices: see there.
+        progress: see there.
+    """
+    if replan is None:
+        raise UnsupportedError(
+            "This plan cannot be planned again: it does not hold the step that it was made for.",
+            fix="plan the step again in auto_parallel, and ask that plan",
+        )
+    for name, values in (("memory_bytes", memory_bytes), ("num_devices", num_devices)):
+        if not isinstance(values, Iterable):
+            raise TypeError(message(f"{name} must be a list.", got=shown(values)))
+    if any(isinstance(count, bool) or not isinstance(count, int) for count in num_devices):
+        raise TypeError(message("num_devices must hold ints.", got=shown(list(num_devices))))
+    if any(count < 1 for count in num_devices):
+        raise ContextError("num_devices must hold ints of at least 1.", got=shown(list(num_devices)))
+    if progress is not None and not callable(progress):
+        raise TypeError(message("progress must be a function of what is found.", got=shown(progress)))
+    brief = replan.briefly() if isinstance(replan, Brief) else replan
+    with showing(progress) as tell:
+        return plan_again(Ask(brief, own, memory_bytes, num_devices, tell, is_brief=brief is not replan), Pareto)

@@ -12,7 +12,7 @@ carries its state in place. An element-wise op writes over an operand that nothi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,8 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.late_branches import late_branches
-from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
+from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.library_results import handed_out
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.memory.row_fusions import read_with_their_rows
@@ -131,7 +132,7 @@ def step_memory(
     key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients, fuses_rows)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
-        waits = waits_in_regions(graph, scopes) if delays_gradients and is_split else {}
+        waits = (waits_in_regions(graph, scopes) or waits_outside(graph, scopes)) if delays_gradients and is_split else {}
         runs = order(graph, is_split, waits, late_branches(graph) if delays_gradients and is_split else {})
         known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(
             fuses_rows=fuses_rows, copies_for_loops=delays_gradients
@@ -206,6 +207,7 @@ class _Liveness:
         if copies_for_loops:
             materialize_stacks(graph, self.materialized)
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
+        kept = handed_out(graph) if fuses_rows else frozenset()
         self._find_ends()
         last = max(len(graph.ops) - 1, 0)
         reused = {self.carried[value] for value in self.donated if self._becomes(value)}
@@ -213,7 +215,7 @@ class _Liveness:
             self.end[value] = last
         firsts = first_runs(graph, self.materialized, self.runs)
         reads = self._reads(firsts)
-        self._write_in_place(apart)
+        self._write_in_place(apart, kept)
         found = [ValueLife(value, 0, last) for value in self.given]
         in_carries: list[ValueLife] = []
         makers, made = ends(graph).results
@@ -319,8 +321,11 @@ class _Liveness:
         if op.primitive in CARRYING and value != LITERAL:
             self.end[value] = max(self.end[value], self.loops.last[op.id])
 
-    def _write_in_place(self, apart: Mapping[int, frozenset[int]]) -> None:
-        """Ends the life of an operand one op earlier where a result of its kind takes its memory, unless the op writes it `apart`."""
+    def _write_in_place(self, apart: Mapping[int, frozenset[int]], kept: Container[int]) -> None:
+        """Ends the life of an operand one op earlier where a result of its kind takes its memory.
+
+        That is not so where the op writes the result `apart`, and of values that are `kept` to the last op that reads them.
+        """
         materialized, end, runs = self.materialized, self.end, self.runs
         kinds = self._kinds()
         # For each value, the value in memory whose place a result of the same kind would take.
@@ -328,7 +333,7 @@ class _Liveness:
         done = -1
         for index, operand, result in self._of_one_kind(kinds):
             root = roots[operand]
-            if index == done or not materialized[root] or root in apart.get(index, ()):
+            if index == done or not materialized[root] or root in kept or root in apart.get(index, ()):
                 continue
             if not materialized[result]:
                 roots[result], done = root, index

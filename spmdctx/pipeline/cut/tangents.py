@@ -1,8 +1,11 @@
-"""Finds the values of a line that do not move with the parameters; where they cross a cut, nothing is sent back for them."""
+"""Finds the values of a line that have no cotangent: where they cross a cut, nothing is sent back for them.
+
+They do not move with the parameters, or the loss does not move with them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +40,30 @@ def without_tangents(line: Line, differentiated: Collection[int]) -> set[Any]:
             for var in own.outvars:
                 (moving if moves and has_cotangent(var.aval) else found).add(var)
     return found
+
+
+def beside_loss(line: Line, value: int) -> set[Any]:
+    """Returns the values that the loss does not read, directly or through others: they lead to other results alone, or to nothing.
+
+    Args:
+        line: the equations.
+        value: the number of the loss among the results.
+    """
+    reached: set[Any] = set()
+
+    def reach(atoms: Iterable[Any]) -> None:
+        pending = list(variables(atoms))
+        while pending:
+            var = pending.pop()
+            if var not in reached:
+                reached.add(var)
+                pending += variables(line.copied[var].invars) if var in line.copied else ()
+
+    reach([line.jaxpr.outvars[value]])
+    for eqn in reversed(line.eqns):
+        if not reached.isdisjoint(eqn.outvars):
+            reach(eqn.invars)
+    return {var for eqn in line.eqns for var in eqn.outvars if var not in reached}
 
 
 def has_cotangent(aval: Any) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
-import numpy as np
 
 from spmdctx._compat import without_unread
 from spmdctx.gradients.reduce import is_low_precision
@@ -31,7 +30,7 @@ class Passes:
         chunk: the part of the loss.
         differentiated: the leaves by which the loss is differentiated.
         value: the number of the loss among its results; only its chunk has it.
-        still: values without tangents; where they enter or leave, they have no cotangents.
+        still: values without cotangents, also where they enter or leave.
     """
 
     def __init__(self, chunk: Chunk, differentiated: frozenset[int], value: int, still: Container[Any]) -> None:
@@ -42,6 +41,8 @@ class Passes:
         self._outputs = [*slots(Holds.LEAVING, range(len(chunk.leaving))), *slots(Holds.RESULT, chunk.results)]
         self.weights = tuple(leaf for leaf in chunk.leaves if leaf in differentiated)
         self._by = [place for place, slot in enumerate(self._inputs) if self._is_differentiated(slot, differentiated)]
+        avals = zip(self._outputs, chunk.program.out_avals, strict=True)
+        self._pulled = [place for place, (slot, aval) in enumerate(avals) if has_cotangent(aval) and self._is_pulled(slot)]
         self._tree: Any = None
         self._sources: list[int | None] = []
         self.forward, self.backward = _without_unread(self._forward(), self._backward())
@@ -57,20 +58,28 @@ class Passes:
             return slot.number in differentiated
         return self._moves(self._chunk.entering[slot.number])
 
+    def _is_pulled(self, slot: Slot) -> bool:
+        """Returns whether the cotangent of a result is pulled back: of what the loss gives beside itself there is none."""
+        if slot.holds is Holds.LEAVING:
+            return self._moves(self._chunk.leaving[slot.number])
+        return slot == Slot(Holds.RESULT, self._value)
+
     def _moves(self, var: Any) -> bool:
         """Returns whether a value that crosses a cut has a cotangent."""
         return has_cotangent(var.aval) and var not in self._still
 
-    def _evaluate(self, operands: Sequence[Any], moved: Sequence[Any]) -> list[Any]:
-        """Runs the chunk on its operands, those by which it is differentiated given anew."""
+    def _evaluate(self, operands: Sequence[Any], moved: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the chunk on its operands, those by which it is differentiated given anew; returns what is pulled back, and all results."""
         given = list(operands)
         for place, value in zip(self._by, moved, strict=True):
             given[place] = value
-        return list(jexc.jaxpr_as_fun(self._chunk.program)(*given))
+        results = list(jexc.jaxpr_as_fun(self._chunk.program)(*given))
+        return [results[place] for place in self._pulled], results
 
     def _forward(self) -> TaskProgram:
         def run(*operands: Any) -> list[Any]:
-            results, pull = jax.vjp(lambda *moved: self._evaluate(operands, moved), *(operands[place] for place in self._by))
+            moved = [operands[place] for place in self._by]
+            _, pull, results = jax.vjp(lambda *moved: self._evaluate(operands, moved), *moved, has_aux=True)
             kept, self._tree = jax.tree.flatten(pull)
             self._sources = [next((place for place, one in enumerate(operands) if one is value), None) for value in kept]
             return [*results, *(value for value, source in zip(kept, self._sources, strict=True) if source is None)]
@@ -82,7 +91,7 @@ class Passes:
     def _backward(self) -> TaskProgram:
         """Returns the program that pulls cotangents back, and adds gradients to their sums."""
         sums = slots(Holds.SUM, self.weights)
-        cotangents = [slot for slot in self._outputs if slot.holds is Holds.LEAVING and self._moves(self._chunk.leaving[slot.number])]
+        cotangents = [self._outputs[place] for place in self._pulled if self._outputs[place].holds is Holds.LEAVING]
         inputs = [*self._inputs, *sums, *slots(Holds.KEPT, range(len(self._residuals))), *map(_of, cotangents)]
         structs = [
             *self._structs,
@@ -113,17 +122,10 @@ class Passes:
         return self._chunk.leaves.index(leaf)
 
     def _cotangents(self, leaving: Sequence[Any]) -> list[Any]:
-        """Returns the cotangents of all results: the loss has 1, and what it gives beside itself has none."""
+        """Returns the cotangents of what is pulled back: the loss has 1."""
         given = iter(leaving)
-        found: list[Any] = []
-        for slot, aval in zip(self._outputs, self._chunk.program.out_avals, strict=True):
-            if not has_cotangent(aval):
-                found.append(np.zeros(aval.shape, jax.dtypes.float0))
-            elif slot.holds is Holds.LEAVING and self._moves(self._chunk.leaving[slot.number]):
-                found.append(next(given))
-            else:
-                found.append(jnp.full(aval.shape, float(slot == Slot(Holds.RESULT, self._value)), aval.dtype))
-        return found
+        pulled = [(self._outputs[place].holds, self._chunk.program.out_avals[place]) for place in self._pulled]
+        return [next(given) if holds is Holds.LEAVING else jnp.ones(aval.shape, aval.dtype) for holds, aval in pulled]
 
 
 def _of(slot: Slot) -> Slot:

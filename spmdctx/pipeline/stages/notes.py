@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import Sentence, StrategyError, listed
 from spmdctx.ir.graph import Role
+from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
@@ -80,6 +82,22 @@ def explaining_shares(step: PipelinedStep, settings: Settings) -> Iterator[None]
         batch = f", and each of {count} micro-batches {rows // count} of the batch's {rows} rows" if rows else ""
         error.add_line(f"each of {stages} pipeline stages has {devices // stages} of {devices} devices{batch}")
         raise
+
+
+def without_buckets(pipeline: PlannedPipeline, context: AutoParallelContext, *, keeps_barriers: bool) -> list[str]:
+    """Returns why buckets of gradients by index have no effect in any stage, or nothing.
+
+    Args:
+        pipeline: the planned pipeline.
+        context: what asks for buckets.
+        keeps_barriers: `Compiler.keeps_barriers`.
+    """
+    if not context.fuses_by_index or pipeline.mesh.num_devices == 1:
+        return []
+    tasks = [task for chunk in pipeline.planned for task in (*chunk.tasks.values(), *pipeline.reductions.values())]
+    if all(bucket is None for task in tasks for bucket in task.planned.directives.gradients.buckets):
+        return ["all_reduce_fusion_config has no effect: no stage reduces a gradient."]
+    return [] if keeps_barriers else [NO_BUCKETS]
 
 
 def crossing_after(pipeline: PlannedPipeline) -> list[str]:

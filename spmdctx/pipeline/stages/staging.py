@@ -20,7 +20,7 @@ from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import Line, joined_scans, line_of
 from spmdctx.pipeline.cut.pins import marks_of, pinned_ranges, without_marks
 from spmdctx.pipeline.cut.reasons import CutLine
-from spmdctx.pipeline.cut.tangents import without_tangents
+from spmdctx.pipeline.cut.tangents import beside_loss, without_tangents
 from spmdctx.pipeline.programs.passes import Passes
 from spmdctx.pipeline.programs.stacks import Stack, StoredStack, stored
 from spmdctx.pipeline.schedule.simulate import Simulation, simulate
@@ -66,7 +66,7 @@ class CutLoss:
             if loss.is_marked:
                 chunks = [chunk._replace(program=without_marks(chunk.program)) for chunk in chunks]
             _check_state(loss, chunks)
-            still = without_tangents(line, loss.differentiated)
+            still = without_tangents(line, loss.differentiated) | beside_loss(line, loss.value)
             passes = [Passes(chunk, loss.differentiated, loss.value, still) for chunk in chunks]
             known = self._divided[places] = Divided(own, chunks, passes, stacks, {})
         return known

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from spmdctx.pipeline.search.schedules import EVERY, NOT_HERE, Tried, plan_sched
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
+from spmdctx.step.pipelined.insight import with_budget
 from spmdctx.step.pipelined.scheduler import scheduler_of, sets_schedule
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.trace.capture.arguments import Call, Static
@@ -49,42 +50,65 @@ def chosen_entry(target: Target, call: Call, static: Static, around: Environment
         InfeasibleError: no number of stages fits.
         StrategyError: a loss that cannot be split.
     """
-    settings = around.settings
-    most, room = settings.context.pipeline_stages, settings.memory_bytes or settings.topology.memory_bytes
     alone = _of(around, 1)
     captured = capture_step(target, call, static, alone.settings)
+    refused = ""
     try:
         step: PipelinedStep | None = capture_pipelined(target, call, static, alone.settings)
     except NOT_HERE as error:
-        step, reason = None, reason_of(error)
-    counts = stage_counts(settings.num_devices, most, step.loss.num_micro if step is not None else 1)
-    search = _Search(captured, step, around, notes)
-    if step is None:
-        search.choices.refused[counted(most, "stage")] = reason
-    for count in counts:
-        search.plan(count, room)
-    candidates = search.choices.candidates
-    if not candidates:
-        raise search.failed[0]
-    chosen = best_of(candidates, room)
-    more = [*choice_notes(chosen, search.choices, most, room), *search.proven(chosen, counts)]
-    if settings.memory_bytes is None and any(own.memory_bytes > room for own in candidates):
-        more.append(f"What needs more than a device's {bytes_text(room)} was planned for speed: memory_bytes={room} plans all within it.")
-    return search.entry(chosen, more)
+        step, refused = None, reason_of(error)
+    return _Traced(captured, step, refused, around, notes).chosen(around)
 
 
-class _Search:
-    """Plans a step on numbers of stages.
+@dataclass(frozen=True)
+class _Traced:
+    """A traced step, whose number of stages can be chosen again for another budget or number of devices.
 
-    Args:
+    Attributes:
         captured: the step without a pipeline.
         step: the step whose loss is cut, or None if it cannot be.
+        refused: why it cannot be.
         around: what surrounds the step.
         notes: on the step.
     """
 
-    def __init__(self, captured: Captured, step: PipelinedStep | None, around: Environment, notes: Sequence[str]) -> None:
-        self._captured, self._step, self._around, self._notes = captured, step, around, notes
+    captured: Captured
+    step: PipelinedStep | None
+    refused: str
+    around: Environment
+    notes: Sequence[str]
+
+    def __call__(self, *, memory_bytes: int | None = None, num_devices: int | None = None) -> Any:
+        """Plans again, as `Plan.replan` does."""
+        return self.chosen(with_budget(self.around, memory_bytes, num_devices)).plan
+
+    def chosen(self, around: Environment) -> Entry:
+        """Returns the entry of the fastest number of stages that fits."""
+        settings = around.settings
+        most, room = settings.context.pipeline_stages, settings.memory_bytes or settings.topology.memory_bytes
+        counts = stage_counts(settings.num_devices, most, self.step.loss.num_micro if self.step is not None else 1)
+        search = _Search(self, around)
+        if self.step is None:
+            search.choices.refused[counted(most, "stage")] = self.refused
+        for count in counts:
+            search.plan(count, room)
+        candidates = search.choices.candidates
+        if not candidates:
+            raise search.failed[0]
+        chosen = best_of(candidates, room)
+        more = [*choice_notes(chosen, search.choices, most, room), *search.proven(chosen, counts)]
+        if settings.memory_bytes is None and any(own.memory_bytes > room for own in candidates):
+            text = f"What needs more than a device's {bytes_text(room)} was planned for speed: memory_bytes={room} plans all within it."
+            more.append(text)
+        return search.entry(chosen, more)
+
+
+class _Search:
+    """Plans a traced step on numbers of stages, with what surrounds it."""
+
+    def __init__(self, traced: _Traced, around: Environment) -> None:
+        step = traced.step
+        self._traced, self._captured, self._step, self._around, self._notes = traced, traced.captured, step, around, traced.notes
         self._planner = PipelinePlanner(step, around.settings, plan_program) if step is not None else None
         self._single: Entry | None = None
         self._pipelines: dict[Candidate, PlannedPipeline] = {}
@@ -106,9 +130,10 @@ class _Search:
         if pipeline is None or self._step is None:
             single = self._single
             assert single is not None, "what is no pipeline was planned on one stage"
-            return PlannedEntry(single.captured, single.environment, notes, single.planned)
+            planned = replace(single.planned, plan=replace(single.planned.plan, replan=self._traced))
+            return PlannedEntry(single.captured, single.environment, notes, planned)
         pipeline.notes.extend(notes)
-        return PipelinedEntry(self._step, _of(self._around, chosen.stages), self._notes, pipeline)
+        return PipelinedEntry(self._step, _of(self._around, chosen.stages), self._notes, pipeline, self._traced)
 
     def proven(self, chosen: Candidate, counts: Sequence[int]) -> list[str]:
         """Returns a note on what is proven of all numbers of stages and schedules, of which one is chosen."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -22,10 +22,11 @@ from spmdctx.pipeline.plan import PipelinePlan
 from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
-from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, undivided_batch, whole_backward
+from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, undivided_batch, whole_backward, without_buckets
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
+from spmdctx.step.pipelined.insight import PipelineReplanner
 from spmdctx.step.pipelined.saved import loaded_pipeline, save_pipeline
 from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
@@ -36,6 +37,7 @@ from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted, mesh_text
 from spmdctx.wording.phases import log_of
+from spmdctx.wording.user_warnings import warn_user
 
 _LOG = log_of("plan")
 
@@ -66,10 +68,19 @@ class PipelinedEntry(Entry):
     """A captured step with the plan of its pipeline; `planned` gives it if it is there already."""
 
     def __init__(
-        self, step: PipelinedStep, environment: Environment, notes: Sequence[str] = (), planned: PlannedPipeline | None = None
+        self,
+        step: PipelinedStep,
+        environment: Environment,
+        notes: Sequence[str] = (),
+        planned: PlannedPipeline | None = None,
+        replan: Callable[..., Any] | None = None,
     ) -> None:
         super().__init__(replace(step.captured, notes=(*step.captured.notes, *notes)), environment, notes)
-        self._step, self._given = step, planned
+        self._step, self._given, self._given_notes = step, planned, notes
+        self._replan = replan or PipelineReplanner(step, environment, self._again)
+
+    def _again(self, around: Environment, found: PlannedPipeline) -> PipelinePlan:
+        return PipelinedEntry(self._step, around, self._given_notes, found, self._replan)._plan
 
     @cached_property
     def pipeline(self) -> PlannedPipeline:
@@ -94,6 +105,8 @@ class PipelinedEntry(Entry):
     def planned(self) -> Any:
         """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
         _LOG.info("%s was planned: %s.", self.captured.name, self._plan.summary)
+        for text in self._without_buckets:
+            warn_user(text)
         save_pipeline(self._plan, self.environment.settings)
         return self.pipeline
 
@@ -108,11 +121,18 @@ class PipelinedEntry(Entry):
         notes = [
             *self._not_reused(),
             *unmatched_patterns(self.captured, settings),
+            *self._without_buckets,
             *whole_backward(self.pipeline),
             *crossing_after(self.pipeline),
             *selected_branches(self.pipeline),
         ]
-        return assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+        plan = assembled(self.pipeline, settings.context.parallel_mode, settings.topology.device, (*self._notes, *notes))
+        return replace(plan, replan=self._replan)
+
+    @cached_property
+    def _without_buckets(self) -> list[str]:
+        compiler = self.environment.settings.topology.compiler
+        return without_buckets(self.pipeline, self.environment.context, keeps_barriers=compiler.keeps_barriers)
 
     def _not_reused(self) -> list[str]:
         """Returns a note on donated arrays whose memory stays as it is; scalars are too small to be named."""

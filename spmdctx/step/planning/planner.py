@@ -89,7 +89,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         grouped = asks_for_groups(settings.context, setup.mesh, has_regions=has_regions)
         if grouped and has_regions:
             notes = (*notes, *group_notes(program, settings, setup, bill, directives.groups))
-        without = _without_buckets(program, settings, setup.mesh, assignment, directives)
+        without = _without_buckets(program, settings, setup.mesh, assignment, directives, is_part=captured.is_part)
         if without:
             notes = (*notes, without)
         if shared is None and not is_rough:
@@ -121,7 +121,7 @@ def priced_here(plan: Plan, program: Program, captured: Captured, settings: Sett
     here = replace(plan, cost=cost_of(bill), collectives=tuple(bill.collectives), reshards=reshards)
     here = replace(here, memory_profile=bill.memory_profile, early=bill.early)
     here = replace(here, about=about_of(program, captured, settings))
-    _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives)
+    _without_buckets(program, settings, plan.logical_mesh, plan.assignment, directives, is_part=captured.is_part)
     undivided = undivided_batch(program, request, plan.logical_mesh, plan.assignment)
     said = (*_joined(undivided), *_left_whole(here, captured, settings))
     return Planned(here, program, plan.assignment, plan.logical_mesh, directives, said)
@@ -137,12 +137,17 @@ def _joined(sentences: Sequence[str]) -> tuple[str, ...]:
     return (" ".join(sentences),) if sentences else ()
 
 
-def _without_buckets(program: Program, settings: Settings, mesh: LogicalMesh, assignment: Assignment, directives: Directives) -> str:
-    """Returns which buckets of gradients have no effect, after a warning that says so, or an empty string if all have one."""
+def _without_buckets(
+    program: Program, settings: Settings, mesh: LogicalMesh, assignment: Assignment, directives: Directives, *, is_part: bool
+) -> str:
+    """Returns which buckets of gradients have no effect, after a warning that says so, or an empty string if all have one.
+
+    Of a part of a pipeline, only what holds for that part: others may reduce what it does not.
+    """
     gradients = directives.gradients
-    without = no_buckets_note(program, settings, mesh, gradients.buckets) or unbucketed_note(
-        program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums
-    )
+    without = "" if is_part else no_buckets_note(program, settings, mesh, gradients.buckets)
+    if not without and settings.topology.compiler.keeps_barriers:
+        without = unbucketed_note(program, assignment, gradients.ordered, gradients.buckets, directives.loop_sums)
     if without:
         warn_user(without)
     return without

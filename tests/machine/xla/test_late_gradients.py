@@ -7,7 +7,7 @@ import pytest
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import CPU, GPU, TPU
-from spmdctx.machine.xla.memory.late_gradients import waits_in_regions
+from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
 from spmdctx.trace.build.build import Argument, build
 
 WIDTH, ROWS = 8, 64
@@ -33,6 +33,19 @@ def program_of(fn, count=3):
     shapes = {"up": (WIDTH, 2 * WIDTH), "mix": (2 * WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
     args = [{name: jnp.ones(shape) for name, shape in shapes.items()}] * count, jnp.ones((ROWS, WIDTH))
     jaxpr = jax.make_jaxpr(jax.grad(fn))(*args)
+    return build(jaxpr, [Argument("", Role.PARAMETER)] * len(jaxpr.jaxpr.invars))
+
+
+def updated():
+    """Adds the gradients of plain layers to sums, as the backward pass of a stage does."""
+
+    def fn(params, x, sums):
+        gradients = jax.grad(lambda params, x: loss(params, x, remat=False))(params, x)
+        return jax.tree.map(lambda own, gradient: own + gradient, sums, gradients)
+
+    shapes = {"up": (WIDTH, 2 * WIDTH), "mix": (2 * WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    params = [{name: jnp.ones(shape) for name, shape in shapes.items()}] * 3
+    jaxpr = jax.make_jaxpr(fn)(params, jnp.ones((ROWS, WIDTH)), params)
     return build(jaxpr, [Argument("", Role.PARAMETER)] * len(jaxpr.jaxpr.invars))
 
 
@@ -69,6 +82,21 @@ def test_what_only_they_read_waits_too_and_its_operands_live_until_then():
 def test_nothing_waits_without_regions():
     program = program_of(lambda params, x: loss(params, x, remat=False))
     assert waits_in_regions(program.graph, program.scopes) == {}
+
+
+def test_without_regions_every_gradient_is_made_when_it_is_read():
+    program = updated()
+    graph, waits = program.graph, waits_outside(program.graph, program.scopes)
+    assert len(products_of(program, waits)) == len(waits) == 3 * 3
+    assert all(graph.ops[reader].primitive == "add" for reader in waits.values())
+    memory = step_memory(graph, program.scopes, delays_gradients=True, fuses_into_products=False)
+    assert [memory.runs[index] for index in waits] == list(waits.values())
+
+
+@pytest.mark.parametrize("fn", [loss, scanned])
+def test_steps_with_regions_or_loops_have_no_others_that_wait(fn):
+    program = program_of(fn)
+    assert waits_outside(program.graph, program.scopes) == {}
 
 
 def test_all_gradients_of_a_loop_wait_for_the_end_of_its_iteration():

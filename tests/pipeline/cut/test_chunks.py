@@ -15,7 +15,7 @@ from spmdctx.pipeline.cut.chunks import chunks_of
 from spmdctx.pipeline.cut.costs import line_seconds
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import joined_scans, line_of
-from spmdctx.pipeline.cut.tangents import without_tangents
+from spmdctx.pipeline.cut.tangents import beside_loss, without_tangents
 from tests.pipeline import losses
 
 
@@ -25,7 +25,7 @@ def cut(fn, params, batch, num_chunks):
 
 
 def cut_line(fn, params, batch, num_chunks):
-    """The chunks of a loss, its flat arguments, and the values of its line that have no tangents."""
+    """The chunks of a loss, its flat arguments, and the values of its line that have no cotangents."""
     leaves = jax.tree.leaves((params, batch))
     closed = inlined(jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(jax.tree.structure((params, batch)), flat)))(*leaves))
     count = len(jax.tree.leaves(params))
@@ -34,7 +34,7 @@ def cut_line(fn, params, batch, num_chunks):
     found = choose_cuts([sum(one) for one in seconds], line.crossing, num_chunks)
     assert found is not None
     line, places = joined_scans(line, found.places)
-    return chunks_of(line, places), leaves, without_tangents(line, range(count))
+    return chunks_of(line, places), leaves, without_tangents(line, range(count)) | beside_loss(line, 0)
 
 
 def run(chunks, leaves):

@@ -131,6 +131,29 @@ def test_no_cotangent_is_sent_for_what_has_no_tangent(still, num_chunks):
         np.testing.assert_allclose(one, other, atol=1e-12)
 
 
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_what_leads_to_aux_results_alone_has_no_cotangent_and_keeps_nothing(num_chunks):
+    def fn(params, batch, *, with_aux=True):
+        x, seen = batch, jnp.zeros(8)
+        for own in params:
+            x = jnp.tanh(x @ own)
+            seen = seen + jnp.sin(x).sum(0) if with_aux else seen
+        return jnp.mean(x * x), seen / len(params)
+
+    with jax.enable_x64(True):
+        params, batch = [0.5 * jax.random.normal(jax.random.key(one), (8, 8)) for one in range(6)], jnp.ones((4, 8)) / 3
+        value, gradient = gradient_of(fn, params, batch, num_chunks, split=False)
+        (want, _), wanted = jax.jit(jax.value_and_grad(fn, has_aux=True))(params, batch)
+        passes, plain = (passes_of(partial(fn, with_aux=own), params, batch, num_chunks)[2] for own in (True, False))
+    assert float(value) == pytest.approx(float(want), abs=1e-12)
+    for one, other in zip(gradient, wanted, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)
+    sent = [[slot.holds for slot in own.backward.inputs].count(Holds.OF_LEAVING) for own in passes]
+    assert sent == [1] * (num_chunks - 1) + [0]
+    assert [len(own.kept) for own in passes] == [len(own.kept) for own in plain]
+    assert not any(eqn.primitive.name == "cos" for own in passes for eqn in own.backward.jaxpr.jaxpr.eqns)
+
+
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_chunk_keeps_nothing_that_its_backward_pass_does_not_read(stacked, remat):

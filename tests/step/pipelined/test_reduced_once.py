@@ -175,14 +175,24 @@ def test_sums_that_do_not_fit_do_not_wait(monkeypatch, peaks, is_binding, waits,
     assert found.notes == ([] if waits else [reduced.IN_TURNS])
 
 
-@pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning")
+@pytest.mark.filterwarnings("error::spmdctx.ContextWarning")
 def test_buckets_by_index_are_said_to_reduce_in_every_micro_batch():
     given, options = jax.eval_shape(lambda: split_arguments(jnp.float32)), {"device_num": 8, "topology": "tpu-v5e"}
     once = parallel(program(split_loss), **options).plan(*given)
     bucketed = parallel(program(split_loss), all_reduce_fusion_config=[1], **options).plan(*given)
     assert (reduced.BY_INDEX in bucketed.notes, reduced.BY_INDEX in once.notes) == (True, False)
+    assert not any("no effect" in note for note in bucketed.notes)
     assert not reductions_of(bucketed)
     assert reductions_of(once)
+
+
+def test_what_no_stage_can_bucket_is_said_once_at_the_users_line():
+    given = jax.eval_shape(lambda: split_arguments(jnp.float32))
+    run = parallel(program(split_loss), all_reduce_fusion_config=[1], device_num=8, topology="cpu")
+    with pytest.warns(spmdctx.ContextWarning, match="the CPU compiler drops what keeps them apart") as caught:
+        plan = run.plan(*given)
+    assert [one.filename for one in caught] == [__file__]
+    assert [note for note in plan.notes if "no effect" in note] == [str(caught[0].message)]
 
 
 def test_a_saved_plan_is_planned_again_as_it_was(tmp_path):
