@@ -219,7 +219,7 @@ def adam_step(w, state, x):
 
 
 ADAM = optax.adam(1e-3)
-WIDE = RNG.normal(size=(1001, 40)).astype(np.float32)
+WIDE = RNG.normal(size=(1001, 160)).astype(np.float32)
 """Weights whose first dimension no two devices can share."""
 
 
@@ -229,7 +229,7 @@ def test_state_that_the_parallel_optimizer_leaves_whole_is_said(threshold, count
     step = spmdctx.parallel(adam_step, parallel_mode="data_parallel", enable_parallel_optimizer=True, **config)
     sentences = said(step, WIDE, ADAM.init(WIDE), np.ones((16, 1001), np.float32))
     assert len(sentences) == count
-    assert all("of state whole on every device" in one and "'state/0/mu' [1001, 40]" in one for one in sentences)
+    assert all("of state whole on every device" in one and "'state/0/mu' [1001, 160]" in one for one in sentences)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,13 @@ from __future__ import annotations
 from spmdctx.ir.graph import Graph, Role, Value
 from spmdctx.machine.xla.overlap import overlap_candidates
 
-_WHOLE_NUMBERS = ("int", "uint", "bool")
+WHOLE_NUMBERS = ("int", "uint", "bool")
+"""How the types begin of state that the model reads as weights."""
 
 
 def is_weight(known: Value) -> bool:
     """Returns whether an input is a weight: a parameter, or whole numbers that the model reads, such as quantized weights."""
-    return known.role is Role.PARAMETER or (known.role is Role.STATE and bool(known.shape) and known.dtype.startswith(_WHOLE_NUMBERS))
+    return known.role is Role.PARAMETER or (known.role is Role.STATE and bool(known.shape) and known.dtype.startswith(WHOLE_NUMBERS))
 
 
 def owners(graph: Graph) -> dict[int, list[int]]:

@@ -18,6 +18,7 @@ from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
 from spmdctx.plan.data import PeakForm, PeakNote, PlannedTensor
 from spmdctx.rules import has_rule
 from spmdctx.search.optimizer.asked import optimizer_sharding
+from spmdctx.search.optimizer.owners import WHOLE_NUMBERS
 from spmdctx.search.optimizer.state import WEIGHTS_TOO
 from spmdctx.search.setup.modes import batch_leaves, indivisible
 from spmdctx.search.setup.request import Request, Setup
@@ -29,8 +30,8 @@ from spmdctx.trace.scope.settings import Settings
 from spmdctx.wording import bytes_text, exact_bytes_text
 
 _MOST_LISTED = 4
-_MUCH = 0.1
-"""The part of the state from which it is warned of that it stays whole."""
+_MUCH, _MUCH_BYTES = 0.1, 2**20
+"""The part of the state, and its bytes, from which it is warned of that it stays whole."""
 
 
 def no_buckets_note(program: Program, settings: Settings, mesh: LogicalMesh, buckets: Sequence[int | None]) -> str:
@@ -200,10 +201,12 @@ def left_whole(inputs: Iterable[PlannedTensor], context: AutoParallelContext) ->
     if asked is None:
         return []
     roles = {Role.OPTIMIZER, Role.STATE, *([Role.PARAMETER] if asked.level >= WEIGHTS_TOO else [])}
-    state = [one for one in inputs if one.role in roles and one.shape and one.num_bytes >= max(asked.threshold_bytes, 1)]
+    weights = () if asked.level >= WEIGHTS_TOO else WHOLE_NUMBERS
+    large = [one for one in inputs if one.role in roles and one.shape and one.num_bytes >= max(asked.threshold_bytes, 1)]
+    state = [one for one in large if one.role is Role.OPTIMIZER or not (weights and one.dtype.startswith(weights))]
     whole = [one for one in state if not any(one.sharding)]
     sizes = [sum(one.num_bytes for one in some) for some in (whole, state)]
-    if not whole or sizes[0] < _MUCH * sizes[1]:
+    if sizes[0] < max(_MUCH_BYTES, _MUCH * sizes[1]):
         return []
     names = listed([f"'{one.path}' {list(one.shape)}" for one in sorted(whole, key=lambda one: -one.num_bytes)])
     return [
