@@ -153,7 +153,7 @@ def test_a_bad_option_is_refused_when_the_step_is_made(options, error, words):
         (spmdctx.auto_parallel_context(device_num=2), "with spmdctx.auto_parallel_context"),
         (3, "such as parallel_mode="),
     ],
-    ids=str,
+    ids=["a mode", "a search mode", "a dictionary", "a mesh", "a context", "a number"],
 )
 def test_an_option_without_its_name_is_refused_with_the_way_to_write_it(value, fix):
     for given in ((lambda x: x, value), *([(value,)] if isinstance(value, str | dict) else [])):
