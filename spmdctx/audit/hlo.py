@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from spmdctx.ir.graph import item_bytes
-from spmdctx.wording import file_text, is_framework
+from spmdctx.wording import file_text, is_framework, is_machinery
 
 _DTYPE_OF_HLO = {
     "pred": "bool",
@@ -131,7 +131,8 @@ class Module:
             plain = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.attributes)
             return f"{file_text(plain.group(1))}:{plain.group(2)}" if plain else ""
         stack = list(self._stack(int(found.group(1))))
-        own = [place for place in stack if not is_framework(place[0])] or ([] if of_users else stack)
+        own = [place for place in stack if not is_framework(place[0])]
+        own = [place for place in own if not is_machinery(place[0])] if of_users else own or stack
         return f"{file_text(own[0][0])}:{own[0][1]}" if own else ""
 
     def _stack(self, frame: int) -> Iterator[tuple[str, int]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import TensorSharding
@@ -78,6 +80,9 @@ _NOTEBOOK = re.compile(r"(?:^|/)(?:ipykernel_\d+/\d+\.py|<ipython-input-[^/]*>)$
 _FRAMEWORKS = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex", "einops", "jaxtyping", "numpyro", "distrax", "orbax", "penzai")
 _FRAMEWORK = re.compile(rf"/(?:site|dist)-packages/(?:{'|'.join(_FRAMEWORKS)})/")
 
+_WORKING_PARTS = ("gradients", "lowering", "ops", "pipeline", "server", "shard", "step", "trace")
+_MACHINERY = tuple(f"{Path(__file__).parents[1] / part}{os.sep}" for part in _WORKING_PARTS)
+
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -110,6 +115,11 @@ def three_digits(number: float) -> str:
 def is_framework(path: str) -> bool:
     """Returns whether a source file belongs to an installed framework, so that a step's author finds no line of theirs in it."""
     return _FRAMEWORK.search(path.replace("\\", "/")) is not None
+
+
+def is_machinery(path: str) -> bool:
+    """Returns whether a source file is one of spmdctx that traces, rewrites or runs steps; its models are as a user's own."""
+    return path.startswith(_MACHINERY)
 
 
 def file_text(path: str) -> str:
