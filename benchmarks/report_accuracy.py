@@ -98,7 +98,8 @@ def accuracy(loop: Loop, calls: int, *, waits: bool) -> tuple[float, float]:
     """Returns the report's seconds of a step over those by hand, and its FLOP/s over those by hand."""
     jax.block_until_ready(loop.restart())
     jax.block_until_ready(loop.advance())  # the first call has a row of its own in the report
-    hand = statistics.median(waited(loop, calls)) if waits else queued(loop, calls)
+    # A report times calls from one to the next, which the last one does not have.
+    hand = statistics.median(waited(loop, calls)[:-1]) if waits else queued(loop, calls)
     found = loop.step.report()
     return found.step_s / hand, found.flops_per_s * found.num_devices / (loop.flops / hand)
 

@@ -1,5 +1,8 @@
+from pathlib import Path
+
 import pytest
 
+import spmdctx
 from spmdctx.audit.hlo import Leaf, read_instruction, read_leaves, read_module
 
 MODULE = """HloModule jit_f, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}
@@ -82,6 +85,14 @@ def test_the_source_line_is_the_innermost_outside_installed_packages():
     module = read_module(MODULE)
     main = module.computations["main"].instructions
     assert [module.source(main[name]) for name in "xyz"] == ["", "train.py:12", "train.py:12"]
+
+
+@pytest.mark.parametrize(("file", "line"), [("step/entry.py", ""), ("models/decoder.py", "decoder.py:12")])
+def test_lines_of_the_machinery_are_none_of_a_user(file, line):
+    module = read_module(MODULE.replace("/home/me/train.py", str(Path(spmdctx.__file__).parent / file)))
+    add = module.computations["main"].instructions["z"]
+    assert module.source(add, of_users=True) == line
+    assert module.source(add) == f"{Path(file).name}:12"
 
 
 def test_a_source_line_written_out_is_read_too():

@@ -8,13 +8,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any
 from weakref import WeakSet, ref
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey, SequenceKey
+from jax.tree_util import DictKey, SequenceKey
 
 from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.phases import log_of
@@ -113,10 +113,9 @@ class _Result:
                 self._getters = _getters(result)
             for getter in self._getters:
                 result = getter(result)
-        except (AttributeError, LookupError, TypeError):  # a tree without such a way to its leaves
+        except (LookupError, TypeError):  # a tree without such a way to its leaves
             result = None
-        is_array = isinstance(result, jax.Array)
-        self._array = _nothing if not is_array else (lambda: result) if result.size <= _KEPT else ref(result)
+        self._array = _nothing if not _is_array(result) else (lambda: result) if result.size <= _KEPT else ref(result)
 
     def is_awaited(self) -> bool:
         """Returns whether the step still runs; False if nothing shows it."""
@@ -135,14 +134,17 @@ def _nothing() -> None:
     """Stands for an array that nothing shows."""
 
 
+def _is_array(value: Any) -> bool:
+    """Returns whether a value is an array that lies somewhere, and not one that an outer transformation traces."""
+    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+
+
 def _getters(result: Any) -> tuple[Callable[[Any], Any], ...]:
-    """Returns the way to the smallest array of a tree."""
-    leaves = [(keys, leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(result)[0] if isinstance(leaf, jax.Array)]
-    keys = min(leaves, key=lambda one: one[1].size, default=((), None))[0]
-    return tuple(
-        attrgetter(key.name) if isinstance(key, GetAttrKey) else itemgetter(key.idx if isinstance(key, SequenceKey) else key.key)
-        for key in keys
-    )
+    """Returns the way to the smallest array of a tree that lists, tuples and dictionaries lead to."""
+    leaves = [(keys, leaf) for keys, leaf in jax.tree_util.tree_flatten_with_path(result)[0] if _is_array(leaf)]
+    plain = [one for one in leaves if all(isinstance(key, SequenceKey | DictKey) for key in one[0])]
+    keys = min(plain, key=lambda one: one[1].size, default=((), None))[0]
+    return tuple(itemgetter(key.idx if isinstance(key, SequenceKey) else key.key) for key in keys)
 
 
 @jax.jit
@@ -179,12 +181,12 @@ def log_compiling(calls: Calls | None, entry: Any) -> None:
 
 def drain(devices: Sequence[Any]) -> None:
     """Waits until each device has run what was queued before."""
-    jax.block_until_ready([_waiter(device)() for device in devices])
+    jax.block_until_ready([_waiter(device)(jax.device_put(np.float32(0), device)) for device in devices])
     jax.effects_barrier()
 
 
 @functools.cache
 def _waiter(device: Any) -> Any:
     """Returns what waits, compiled for a device."""
-    number = jax.device_put(np.float32(0), device)
-    return functools.partial(spmdctx_waits.lower(jax.ShapeDtypeStruct((), np.float32, sharding=number.sharding)).compile(), number)
+    where = jax.sharding.SingleDeviceSharding(device)
+    return spmdctx_waits.lower(jax.ShapeDtypeStruct((), np.float32, sharding=where)).compile()
