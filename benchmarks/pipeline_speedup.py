@@ -51,7 +51,7 @@ DEVICES, SEQ, MICRO_ROWS = 64, 4096, 2
 HAND = (2, 4, 8)
 """Slices of the batch, slices of the weights, stages."""
 MICRO_BATCHES = (32, 128)
-SCHEDULES = {"1f1b": 1, "interleaved": 2}
+SCHEDULES = {"1f1b": 1, "interleaved": 2, "interleaved 5": 5}
 """Chunks on each stage."""
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin")
 
@@ -102,6 +102,7 @@ def contender(machine: str, layers: int, stages: int, schedule: str, split: Spli
         pipeline_stages=stages,
         grad_accumulation_step=MICRO_BATCHES[0],
         pipeline_config={"pipeline_interleave": rounds > 1, "pipeline_scheduler": "1f1b"},
+        **({"pipeline_segments": rounds} if rounds > 1 else {}),
         gradient_fp32_sync=False,
     )
     start = time.process_time()

@@ -16,7 +16,9 @@ def step(params, batch, *, remat):
     return jax.tree.map(lambda own, gradient: own - 0.1 * gradient, params, gradients)
 
 
-@pytest.mark.parametrize(("devices", "stacked", "remat", "times", "length"), [(4, False, True, 8, 1024), (2, True, False, 16, 128)])
+@pytest.mark.parametrize(
+    ("devices", "stacked", "remat", "times", "length"), [(4, False, True, 8, 1024), (2, True, False, 16, 128), (4, False, False, 16, 256)]
+)
 def test_compiled_peaks_of_stages_are_the_planned_ones(devices, stacked, remat, times, length):
     options = {"parallel_mode": "auto_parallel", "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
     run = spmdctx.parallel(partial(step, remat=remat), devices=need_gpu(devices), **options)

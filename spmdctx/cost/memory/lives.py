@@ -33,6 +33,7 @@ from spmdctx.machine.xla.memory.library_results import handed_out
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.memory.row_fusions import read_with_their_rows
+from spmdctx.machine.xla.memory.siblings import sibling_runs
 from spmdctx.machine.xla.narrowing import narrow_values
 from spmdctx.machine.xla.schedule import first_runs, iteration_ends, needed_products, order
 
@@ -133,7 +134,8 @@ def step_memory(
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
         waits = (waits_in_regions(graph, scopes) or waits_outside(graph, scopes)) if delays_gradients and is_split else {}
-        runs = order(graph, is_split, waits, late_branches(graph) if delays_gradients and is_split else {})
+        late = {**sibling_runs(graph), **(late_branches(graph) if is_split else {})} if delays_gradients else {}
+        runs = order(graph, is_split, waits, late)
         known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(
             fuses_rows=fuses_rows, copies_for_loops=delays_gradients
         )
