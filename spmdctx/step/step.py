@@ -224,11 +224,6 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
         entry = self._entry_of(args, kwargs)
         return placement.arguments_tree(entry, entry.program.in_shardings, len(self._target.leading))
 
-    def out_shardings(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns a NamedSharding for each leaf of the step's result."""
-        entry = self._entry_of(args, kwargs)
-        return entry.structure.outputs(entry.program.out_shardings)
-
     def infer_predict_layout(self, *args: Any, **kwargs: Any) -> dict[str, ParameterLayout]:
         """Returns how a forward step's parameters are split, by dotted path, for `load_distributed_checkpoint`.
 

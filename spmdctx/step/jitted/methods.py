@@ -1,4 +1,4 @@
-"""`lower`, `trace` and `eval_shape`, as the functions of `jax.jit` have them."""
+"""`lower`, `trace`, `eval_shape` and `out_shardings`, as the functions of `jax.jit` have them."""
 
 from __future__ import annotations
 
@@ -51,3 +51,9 @@ class JitMethods:
             entry, _ = self._ready(args, kwargs)
             avals = entry.captured.jaxpr.out_avals
             return entry.structure.outputs([jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in avals])
+
+    def out_shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns a NamedSharding for each leaf of the step's result."""
+        with ShortTracebacks():
+            entry, _ = self._ready(args, kwargs)
+            return entry.structure.outputs(entry.program.out_shardings)
