@@ -93,10 +93,10 @@ class Calls:
             return None
         interval = statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
         is_queued = ended - asked > max(_WAITED * interval, 1e-3) or sum(queued) > _QUEUED * len(queued)
-        if is_queued and self._waited[0] != self.count:
-            self._waited = self.count, (ended - starts[0]) / len(starts)
         # A second report finds no queue, and its intervals are still those of calls that had not waited.
-        return self._waited[1] if self._waited[0] == self.count else interval
+        if self._waited[0] != self.count:
+            self._waited = self.count, (ended - starts[0]) / len(starts) if is_queued else interval
+        return self._waited[1]
 
 
 class _Result:
