@@ -29,7 +29,7 @@ from spmdctx.wording import counted, seconds_text
 from spmdctx.wording.phases import line, log_of, tell
 from spmdctx.wording.reports import Report
 
-_LOG = log_of("verify")
+_LOG = log_of("step.verify")
 
 _FIRST_SAMPLES, _MOST_SAMPLES = 6, 24
 _AMPLITUDES = (1.0, 2.0)
