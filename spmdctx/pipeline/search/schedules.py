@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.errors import ContextError, InfeasibleError, SpmdctxError, StrategyError, UnsupportedError
@@ -25,10 +25,14 @@ NOT_HERE = (ContextError, InfeasibleError, StrategyError, UnsupportedError)
 PLAIN = Scheduler("1f1b")
 _GPIPE = Scheduler("gpipe")
 _H1 = Scheduler("zero_bubble_h1")
-_INTERLEAVED = Scheduler("1f1b", 2)
+INTERLEAVED = Scheduler("1f1b", 2)
 _V = Scheduler("zero_bubble_v")
-EVERY = (PLAIN, _GPIPE, _H1, _INTERLEAVED, _V)
+EVERY = (PLAIN, _GPIPE, _H1, INTERLEAVED, _V)
 """The schedules among which the choice is, in the order in which they are planned."""
+DEEPER = tuple(Scheduler("1f1b", rounds) for rounds in range(3, 9))
+"""Schedules of more chunks on each stage, of which the most promising one is planned where two chunks are the best."""
+_WORTH_DEPTH = 0.99
+"""Share of the best seconds that a schedule of more chunks may take by its estimate to be planned."""
 
 
 class Tried(NamedTuple):
@@ -80,8 +84,30 @@ def plan_schedules(
 
 
 def shown(scheduler: Scheduler) -> str:
-    """Returns the name of the schedules that a scheduler makes."""
-    return f"interleaved {scheduler.name}" if scheduler.rounds > 1 and scheduler.name != "zero_bubble_v" else scheduler.name
+    """Returns the name of the schedules that a scheduler makes, with the chunks on each stage where these are more than two."""
+    if scheduler.rounds == 1 or scheduler.name == "zero_bubble_v":
+        return scheduler.name
+    return f"interleaved {scheduler.name}" + (f" in {scheduler.rounds} chunks" if scheduler.rounds > INTERLEAVED.rounds else "")
+
+
+def plan_deeper(choices: Choices, best: Candidate, estimates: Mapping[Scheduler, float], plan: Callable[[Scheduler], Tried]) -> None:
+    """Plans the schedule of more chunks that promises most, if it promises to beat the best pipeline, and adds it to the choices.
+
+    Args:
+        choices: what is planned so far.
+        best: the best of it, by two chunks on each stage.
+        estimates: the estimated seconds of `INTERLEAVED` and `DEEPER`; what the first was planned to take corrects the others.
+        plan: as for `plan_schedules`.
+    """
+    promised_s = {own: seconds * best.seconds / estimates[INTERLEAVED] for own, seconds in estimates.items() if own != INTERLEAVED}
+    if not promised_s:
+        return
+    deeper = min(promised_s, key=lambda own: promised_s[own])
+    name = f"{counted(best.stages, 'stage')} by {shown(deeper)}"
+    if promised_s[deeper] > _WORTH_DEPTH * best.seconds:
+        choices.skipped[name] = f"of more than two chunks it promises most, and by an estimate takes {seconds_text(promised_s[deeper])}"
+    else:
+        _planned(choices, name, plan, deeper)
 
 
 def _useless(scheduler: Scheduler, found: Sequence[Tried], num_stages: int, num_micro: int) -> str:
@@ -89,11 +115,11 @@ def _useless(scheduler: Scheduler, found: Sequence[Tried], num_stages: int, num_
     first, last = found[0], found[-1]
     if scheduler == _GPIPE and first.again_s(_GPIPE) >= first.candidate.seconds:
         return "1f1b is as fast with fewer micro-batches in flight"
-    if scheduler == _INTERLEAVED and num_micro % num_stages:
+    if scheduler == INTERLEAVED and num_micro % num_stages:
         return f"{num_micro} micro-batches are no multiple of {num_stages}"
     if scheduler == _H1 and not first.parts:
         return "backward passes that a stage waits for give the gradients of inputs and weights in one part, so it would be 1f1b"
-    is_interleaved = last.candidate.schedule == shown(_INTERLEAVED)
+    is_interleaved = last.candidate.schedule == shown(INTERLEAVED)
     if scheduler == _V and not first.parts and is_interleaved and last.again_s(_V) >= min(own.candidate.seconds for own in found):
         return "backward passes that a stage waits for give the gradients of inputs and weights in one part, so it would not be faster"
     return ""
@@ -116,16 +142,19 @@ def tried(pipeline: PlannedPipeline, topology: Topology) -> Tried:
     """
     tasks = [task.planned.plan.cost for chunk in pipeline.planned for task in chunk.tasks.values()]
     waiting = sum(cost.total_s - cost.compute_s for cost in tasks) / max(sum(cost.total_s for cost in tasks), 1e-300)
-    num_stages, after_s = pipeline.schedule.num_stages, pipeline.total_s - pipeline.simulation.makespan_s
+    schedule = pipeline.schedule
+    num_stages, after_s = schedule.num_stages, pipeline.total_s - pipeline.simulation.makespan_s
+    rounds = schedule.num_chunks // num_stages
     peak = max(own.peak_bytes for own in memory_of(pipeline))
+    name = schedule.name + (f" in {rounds} chunks" if rounds > INTERLEAVED.rounds else "")
 
     def again_s(scheduler: Scheduler) -> float:
         whole = [Costs(own.forward, own.backward, own.backward, 0.0) for own in (chunk.costs for chunk in pipeline.planned)]
-        schedule = scheduler.schedule(num_stages, pipeline.schedule.num_micro, whole)
-        return simulate(schedule, cost_of(whole), hops_of(pipeline.planned, schedule.stage_of, topology)).makespan_s + after_s
+        own = scheduler.schedule(num_stages, schedule.num_micro, whole)
+        return simulate(own, cost_of(whole), hops_of(pipeline.planned, own.stage_of, topology)).makespan_s + after_s
 
     return Tried(
-        Candidate(num_stages, pipeline.total_s, pipeline.total_s * waiting, peak, pipeline.schedule.name),
+        Candidate(num_stages, pipeline.total_s, pipeline.total_s * waiting, peak, name),
         sum(pipeline.simulation.busy_s) / num_stages + after_s,
         parts_backward(pipeline),
         again_s,

@@ -39,10 +39,10 @@ def suggested(pipeline: PlannedPipeline, topology: Topology) -> list[str]:
     ]
 
 
-def estimates(pipeline: PlannedPipeline, topology: Topology) -> dict[Scheduler, float]:
+def estimates(pipeline: PlannedPipeline, topology: Topology, schedulers: Sequence[Scheduler] = EVERY) -> dict[Scheduler, float]:
     """Returns the estimated seconds of a step by each other schedule of a pipeline that is planned by one chunk a stage.
 
-    Chunks that are cut in two take their parts of the planned seconds. Gradients of inputs and of weights share those of their backward
+    Chunks that are cut further take their parts of the planned seconds. Gradients of inputs and of weights share those of their backward
     pass as they would on one device, and the bytes of moves are those of the planned ones in the ratio of what crosses.
     """
     schedule = pipeline.schedule
@@ -52,9 +52,10 @@ def estimates(pipeline: PlannedPipeline, topology: Topology) -> dict[Scheduler, 
     after_s = pipeline.total_s - pipeline.simulation.makespan_s
     prices = EquationCosts(topology)
     shares = [_shares(chunk, prices) for chunk in pipeline.planned]
-    places_of = {count: [tuple(pipeline.cut.places)], 2 * count: _halves(pipeline, 2 * count)}
+    places_of = {number: _parts(pipeline, number) for number in {own.num_chunks(count) for own in schedulers}}
+    places_of[count] = [tuple(pipeline.cut.places)]
     found = {}
-    for scheduler in EVERY:
+    for scheduler in schedulers:
         places = places_of[scheduler.num_chunks(count)]
         if shown(scheduler) == schedule.name or (scheduler.rounds > 1 and num_micro % count):
             continue
@@ -65,7 +66,7 @@ def estimates(pipeline: PlannedPipeline, topology: Topology) -> dict[Scheduler, 
     return found
 
 
-def _halves(pipeline: PlannedPipeline, num_chunks: int) -> list[tuple[int, ...]]:
+def _parts(pipeline: PlannedPipeline, num_chunks: int) -> list[tuple[int, ...]]:
     """Returns cuts into so many chunks; marks leave no others than the planned ones."""
     cut = pipeline.cut
     if pipeline.step.loss.is_marked or num_chunks > len(cut.seconds):

@@ -14,7 +14,20 @@ from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.search.counts import Candidate, Choices, best_of, choice_notes, stage_counts
 from spmdctx.pipeline.search.plan import PipelinePlanner
 from spmdctx.pipeline.search.proven import choice_note
-from spmdctx.pipeline.search.schedules import EVERY, NOT_HERE, Tried, plan_schedules, reason_of, tried
+from spmdctx.pipeline.search.schedules import (
+    DEEPER,
+    EVERY,
+    INTERLEAVED,
+    NOT_HERE,
+    PLAIN,
+    Tried,
+    plan_deeper,
+    plan_schedules,
+    reason_of,
+    shown,
+    tried,
+)
+from spmdctx.pipeline.search.suggestion import estimates
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.entry import Entry
 from spmdctx.step.pipelined.entry import PipelinedEntry
@@ -92,6 +105,7 @@ class _Traced:
             search.choices.refused[counted(most, "stage")] = self.refused
         for count in counts:
             search.plan(count, room)
+        search.deepen(room)
         candidates = search.choices.candidates
         if not candidates:
             raise search.failed[0]
@@ -124,6 +138,16 @@ class _Search:
             given = scheduler_of(context) if sets_schedule(context) else None
             plan_schedules(self.choices, count, self._step.loss.num_micro, lambda own: self._tried(count, own), memory_bytes, given)
 
+    def deepen(self, memory_bytes: int) -> None:
+        """Plans more chunks on each stage where two are the best so far; a schedule that the user sets is kept."""
+        if self._step is None or not self.choices.candidates or sets_schedule(self._around.settings.context):
+            return
+        best = best_of(self.choices.candidates, memory_bytes)
+        plain = next((own for own in self._pipelines if (own.stages, own.schedule) == (best.stages, PLAIN.name)), None)
+        if plain is not None and best.schedule == shown(INTERLEAVED):
+            found = estimates(self._pipelines[plain], self._around.settings.topology, (INTERLEAVED, *DEEPER))
+            plan_deeper(self.choices, best, found, lambda own: self._tried(best.stages, own))
+
     def entry(self, chosen: Candidate, notes: Sequence[str]) -> Entry:
         """Returns the entry of a candidate, with notes on the choice."""
         pipeline = self._pipelines.get(chosen)
@@ -141,7 +165,8 @@ class _Search:
             return []
         context = self._around.settings.context
         schedulers = [scheduler_of(context)] if sets_schedule(context) else EVERY
-        num_chunks = max(own.num_chunks(max(counts)) for own in schedulers)
+        planned = (own.schedule.num_chunks for own in self._pipelines.values())
+        num_chunks = max([*(own.num_chunks(max(counts)) for own in schedulers), *planned])
         least_s = self._planner.least_of_all_s(num_chunks, self._captured.built() if self._single is not None else None)
         return [choice_note(chosen.seconds, least_s, max(counts))]
 

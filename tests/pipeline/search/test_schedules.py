@@ -9,7 +9,7 @@ from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.schedule.simulate import simulate
 from spmdctx.pipeline.schedule.tasks import Costs, cost_of
 from spmdctx.pipeline.search.counts import Candidate, Choices, best_of
-from spmdctx.pipeline.search.schedules import Tried, plan_schedules, shown
+from spmdctx.pipeline.search.schedules import INTERLEAVED, Tried, plan_deeper, plan_schedules, shown
 
 EVERY = [Scheduler("1f1b"), Scheduler("gpipe"), Scheduler("zero_bubble_h1"), Scheduler("1f1b", 2), Scheduler("zero_bubble_v")]
 
@@ -116,3 +116,37 @@ def test_schedules_that_cannot_be_planned_are_refused_by_name():
     choices = Choices([], {}, {})
     plan_schedules(choices, 2, 8, never, 10**9, None)
     assert choices == Choices([], {"2 stages": "Stage 0 is too large."}, {})
+
+
+@pytest.mark.parametrize(
+    ("estimates", "planned", "skipped"),
+    [
+        ({2: 12.0, 3: 11.0, 5: 9.0, 8: 10.0}, [5], []),
+        # The estimate of two chunks was 20 % too high, so others are, too.
+        ({2: 12.0, 3: 11.5, 5: 11.95}, [3], []),
+        ({2: 10.0, 3: 9.95, 4: 10.5}, [], ["4 stages by interleaved 1f1b in 3 chunks"]),
+        ({2: 10.0}, [], []),
+    ],
+)
+def test_of_more_chunks_the_most_promising_schedule_is_planned_if_it_promises_to_pay(estimates, planned, skipped):
+    best, asked = Candidate(4, 10.0, 0.0, 1, shown(INTERLEAVED)), []
+
+    def plan(scheduler):
+        asked.append(scheduler.rounds)
+        return Tried(Candidate(4, 9.0, 0.0, 1, shown(scheduler)), 0.0, False, lambda own: 0.0)
+
+    choices = Choices([best], {}, {})
+    plan_deeper(choices, best, {Scheduler("1f1b", rounds): seconds for rounds, seconds in estimates.items()}, plan)
+    assert asked == planned
+    assert list(choices.skipped) == skipped
+    assert [own.schedule for own in choices.candidates[1:]] == [f"interleaved 1f1b in {rounds} chunks" for rounds in planned]
+
+
+def test_a_schedule_of_more_chunks_that_cannot_be_planned_says_why():
+    def plan(scheduler):
+        raise InfeasibleError("Too large.")
+
+    best = Candidate(2, 10.0, 0.0, 1, shown(INTERLEAVED))
+    choices = Choices([best], {}, {})
+    plan_deeper(choices, best, {INTERLEAVED: 10.0, Scheduler("1f1b", 4): 5.0}, plan)
+    assert choices == Choices([best], {"2 stages by interleaved 1f1b in 4 chunks": "Too large."}, {})

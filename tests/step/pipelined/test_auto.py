@@ -163,3 +163,32 @@ def test_without_auto_pipeline_a_faster_schedule_is_suggested_as_an_estimate():
     assert not none
     assert seconds_text(other.step_s) in note
     assert not suggestions(parallel_mode="semi_auto_parallel")[1]
+
+
+def test_more_chunks_are_chosen_where_they_are_faster():
+    """Checkpointed layers, whose activations alone do not fit onto one stage, and links that cost next to nothing."""
+
+    def step_of(params, batch):
+        def loss(own, x):
+            for weight in own:
+                x = x + jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight.T))(weight, x)
+            return jnp.mean(x**2)
+
+        return spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=8))(params, batch)
+
+    def planned(**options):
+        machine = replace(topology("h100"), memory_bytes=1_210_000_000)
+        run = spmdctx.parallel(step_of, parallel_mode="auto_parallel", device_num=4, topology=machine, **options)
+        params = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
+        return run.plan(params, jax.ShapeDtypeStruct((16384, 2048), jnp.float32))
+
+    plan = planned(pipeline_stages=4, auto_pipeline=True)
+    schedule = plan.simulation.schedule
+    rounds = schedule.num_chunks // schedule.num_stages
+    assert rounds > 2
+    (note,) = [note for note in plan.notes if note.startswith("auto_pipeline chose")]
+    assert f"by interleaved 1f1b in {rounds} chunks." in note
+    config = {"pipeline_config": {"pipeline_interleave": True}, "pipeline_stages": schedule.num_stages}
+    two, same = (planned(**config, pipeline_segments=own) for own in (2, rounds))
+    assert plan.cost.total_s == pytest.approx(same.cost.total_s)
+    assert plan.cost.total_s < 0.99 * two.cost.total_s
