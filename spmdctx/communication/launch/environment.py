@@ -22,6 +22,11 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
+def xla_flags(environ: Mapping[str, str]) -> str:
+    """Returns the user's flags for XLA, without the count of CPU devices: JAX refuses to be given two."""
+    return _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip()
+
+
 def process_environment(  # what a process is told
     environ: Mapping[str, str], port: int, count: int, process: int, devices: int, token: str = ""
 ) -> dict[str, str]:
@@ -40,5 +45,4 @@ def process_environment(  # what a process is told
     }
     if token:
         own["SPMDCTX_TOKEN"] = token
-    # JAX refuses to be given two counts of CPU devices.
-    return {**environ, **own, "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip()}
+    return {**environ, **own, "XLA_FLAGS": xla_flags(environ)}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import secrets
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from spmdctx.communication.launch.environment import xla_flags
 from spmdctx.errors import TIMED_OUT, CommunicationError, message
 from spmdctx.server import scale
 from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
@@ -24,7 +24,6 @@ from spmdctx.server.state.progress import Summary
 
 _POLL_S = 0.5
 _LOST_S = 30.0
-_XLA_COUNT = re.compile(r"--xla_force_host_platform_device_count=\S*\s*")
 
 
 class Launch(NamedTuple):
@@ -211,6 +210,6 @@ def worker_environment(environ: Mapping[str, str], number: int, count: int, devi
         NUM_WORKERS: str(count),
         "JAX_NUM_CPU_DEVICES": str(devices),
         "PYTHONUNBUFFERED": "1",
-        "XLA_FLAGS": _XLA_COUNT.sub("", environ.get("XLA_FLAGS", "")).strip(),
+        "XLA_FLAGS": xla_flags(environ),
         **{name: environ[name] for name in ("JAX_PLATFORMS", "JAX_ENABLE_X64", "PYTHONPATH") if name in environ},
     }

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
+from spmdctx.communication.launch.environment import xla_flags
 from spmdctx.server.engine.rays import ray
 from spmdctx.server.engine.server import Server
 
@@ -50,7 +51,8 @@ class Spares:
 
     def _new(self) -> Any:
         own = ray()
-        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "JAX_NUM_CPU_DEVICES": "1"}
+        # Workers have the same flags, lest the bits of sums differ.
+        environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags(os.environ), "JAX_NUM_CPU_DEVICES": "1"}
         environment |= {name: os.environ[name] for name in ("OMP_NUM_THREADS",) if name in os.environ}
         resources = {"ps": 0.001} if own.cluster_resources().get("ps") else {}
         actor = own.remote(Server).options(
