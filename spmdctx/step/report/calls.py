@@ -135,8 +135,12 @@ def _nothing() -> None:
 
 
 def _is_array(value: Any) -> bool:
-    """Returns whether a value is an array that lies somewhere, and not one that an outer transformation traces."""
-    return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    """Returns whether a value is an array that lies somewhere, and can be asked whether it is ready.
+
+    One that an outer transformation traces lies nowhere, and JAX's arrays of keys cannot be asked.
+    """
+    is_somewhere = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    return is_somewhere and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _getters(result: Any) -> tuple[Callable[[Any], Any], ...]:

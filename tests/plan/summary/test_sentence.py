@@ -74,8 +74,13 @@ BY_HAND = {
     ),
     "stored over some of the batch's axes": (
         (mlp_loss(), MLP, MLP_BATCH, {"up": (None, "tp"), "down": ("tp", None)}),
-        {"mesh": {"fsdp": 2, "tp": 4}},
+        {"mesh": {"fsdp": 2, "tp": 4}, "dataset_strategy": "data_parallel"},
         "Data-parallel over 8 devices, ZeRO-3 over 4",
+    ),
+    "weights alone are pinned, and the batch takes the other axis": (
+        (mlp_loss(), MLP, MLP_BATCH, {"up": (None, "tp"), "down": ("tp", None)}),
+        {"mesh": {"fsdp": 2, "tp": 4}},
+        "Data-parallel over 2 devices, MLP tensor-parallel over 4",
     ),
     "zero 1 in groups": (
         (mlp_loss(), MLP, MLP_BATCH),

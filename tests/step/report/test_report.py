@@ -255,3 +255,17 @@ def test_a_second_report_gives_the_seconds_that_the_first_one_waited_for(clock, 
     clock[0] = 40.25
     calls.note(40.0)
     assert calls.step_s(()) != (11.25 + 18.75 - 10.0) / 3
+
+
+def test_a_step_that_returns_keys_is_timed():
+    """A key is the smallest array of the result."""
+
+    def drawn(key, batch):
+        key, own = jax.random.split(key)
+        return key, jax.random.normal(own, batch["x"].shape) + batch["x"]
+
+    step, key = spmdctx.parallel(drawn, parallel_mode="data_parallel"), jax.random.key(0)
+    for _ in range(4):
+        key, value = step(key, batch_of())
+        value.block_until_ready()
+    assert step.report().step_s > 0
