@@ -41,6 +41,7 @@ from tests.server import cases
 pytestmark = pytest.mark.filterwarnings("ignore::spmdctx.ContextWarning")
 
 COLUMN, ROW = ((2, 1, 1), (1, 4)), ((2, 1, 4), (4, 1))
+BY_ROWS = ((8, 1, 1), (1, 1))
 ON_LEVELS = {"parallel_optimizer_threshold": 0}
 
 
@@ -73,8 +74,8 @@ BY_HAND = {
         "ZeRO-3 over 2 devices, MLP tensor-parallel over 4",
     ),
     "stored over some of the batch's axes": (
-        (mlp_loss(), MLP, MLP_BATCH, {"up": (None, "tp"), "down": ("tp", None)}),
-        {"mesh": {"fsdp": 2, "tp": 4}, "dataset_strategy": "data_parallel"},
+        (mlp_loss(BY_ROWS, BY_ROWS), MLP, MLP_BATCH, {"up": (None, "tp"), "down": ("tp", None)}),
+        {"mesh": {"fsdp": 2, "tp": 4}},
         "Data-parallel over 8 devices, ZeRO-3 over 4",
     ),
     "weights alone are pinned, and the batch takes the other axis": (
