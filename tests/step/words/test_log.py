@@ -64,7 +64,7 @@ def test_a_second_call_logs_nothing(said):
 
 def test_verify_logs_what_it_is_at(said):
     spmdctx.parallel(train, parallel_mode="data_parallel").verify(rows(WIDTH), rows(16))
-    first, second, *_, last = [text for phase, text in said() if phase == "verify"]
+    first, second, *_, last = [text for phase, text in said() if phase == "step.verify"]
     assert first == "train is verified: it runs on 8 devices."
     assert second == "train is verified: it is compiled, and runs on one device."
     assert last.startswith("train was verified in ")
