@@ -140,7 +140,7 @@ def _is_array(value: Any) -> bool:
     One that an outer transformation traces lies nowhere, and JAX's arrays of keys cannot be asked.
     """
     is_somewhere = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
-    return is_somewhere and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key)
+    return is_somewhere and not jax.numpy.issubdtype(value.dtype, jax.dtypes.prng_key)
 
 
 def _getters(result: Any) -> tuple[Callable[[Any], Any], ...]:
