@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 
 from spmdctx.gradients.loss import Loss
+
+T = TypeVar("T")
 
 
 class Carrier(Protocol):
@@ -42,14 +44,19 @@ _asked: ContextVar[list[bool] | None] = ContextVar("spmdctx_gradients_asked", de
 
 
 @contextmanager
-def asked_for_carrier() -> Iterator[list[bool]]:
-    """Collects whether a call inside that JAX runs asks for a carrier: the list is empty if none does."""
-    found: list[bool] = []
-    token = _asked.set(found)
+def _collected(variable: ContextVar[list[T] | None]) -> Iterator[list[T]]:
+    """Collects what calls inside put into the list of a variable."""
+    found: list[T] = []
+    token = variable.set(found)
     try:
         yield found
     finally:
-        _asked.reset(token)
+        variable.reset(token)
+
+
+def asked_for_carrier() -> AbstractContextManager[list[bool]]:
+    """Collects whether a call inside that JAX runs asks for a carrier: the list is empty if none does."""
+    return _collected(_asked)
 
 
 def carrier_of_trace(*, asks: bool = False) -> Carrier | None:
@@ -71,15 +78,9 @@ def carrier_of_trace(*, asks: bool = False) -> Carrier | None:
 _cells: ContextVar[list[int] | None] = ContextVar("spmdctx_gradients_cells", default=None)
 
 
-@contextmanager
-def cells_met() -> Iterator[list[int]]:
+def cells_met() -> AbstractContextManager[list[int]]:
     """Collects the micro-batches that a PipelineCell asks for in calls inside."""
-    found: list[int] = []
-    token = _cells.set(found)
-    try:
-        yield found
-    finally:
-        _cells.reset(token)
+    return _collected(_cells)
 
 
 def meet_cell(micro_size: int | None) -> None:

@@ -1,5 +1,6 @@
 """auto_pipeline: the number of stages is searched for, 1 is an answer, and budgets hold for stages."""
 
+import functools
 from dataclasses import replace
 
 import jax
@@ -124,25 +125,25 @@ def test_a_schedule_that_is_set_is_kept(options):
     assert not any(note.startswith("Not planned") for note in plan.notes)
 
 
-def test_checkpointed_layers_leave_no_use_for_zero_bubble():
+def planned_checkpointed(num_layers, width, rows, micro_size, machine, **options):
+    """The plan of a step of checkpointed layers on four devices."""
+
+    def loss(params, x):
+        for weight in params:
+            x = x + jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight.T))(weight, x)
+        return jnp.mean(x**2)
+
     def step_of(params, batch):
-        def loss(own, x):
-            for weight in own:
-                x = x + jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight.T))(weight, x)
-            return jnp.mean(x**2)
+        return spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=micro_size))(params, batch)
 
-        return spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=6))(params, batch)
+    run = spmdctx.parallel(step_of, parallel_mode="auto_parallel", device_num=4, topology=machine, **options)
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * num_layers
+    return run.plan(params, jax.ShapeDtypeStruct((rows, width), jnp.float32))
 
-    params = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 4
-    run = spmdctx.parallel(
-        step_of,
-        parallel_mode="auto_parallel",
-        device_num=4,
-        topology=replace(SLOW, memory_bytes=10**9),
-        pipeline_stages=4,
-        auto_pipeline=True,
-    )
-    notes = run.plan(params, jax.ShapeDtypeStruct((384, 64), jnp.float32)).notes
+
+def test_checkpointed_layers_leave_no_use_for_zero_bubble():
+    machine = replace(SLOW, memory_bytes=10**9)
+    notes = planned_checkpointed(4, 64, 384, 6, machine, pipeline_stages=4, auto_pipeline=True).notes
     (note,) = [note for note in notes if note.startswith("Not planned")]
     assert "4 stages by zero_bubble_h1, since backward passes that a stage waits for give" in note
     assert "4 stages by interleaved 1f1b, since 6 micro-batches are no multiple of 4" in note
@@ -167,28 +168,15 @@ def test_without_auto_pipeline_a_faster_schedule_is_suggested_as_an_estimate():
 
 def test_more_chunks_are_chosen_where_they_are_faster():
     """Checkpointed layers, whose activations alone do not fit onto one stage, and links that cost next to nothing."""
-
-    def step_of(params, batch):
-        def loss(own, x):
-            for weight in own:
-                x = x + jax.checkpoint(lambda weight, x: jnp.tanh(jnp.tanh(x @ weight) @ weight.T))(weight, x)
-            return jnp.mean(x**2)
-
-        return spmdctx.value_and_grad(spmdctx.PipelineCell(loss, micro_size=8))(params, batch)
-
-    def planned(**options):
-        machine = replace(topology("h100"), memory_bytes=1_210_000_000)
-        run = spmdctx.parallel(step_of, parallel_mode="auto_parallel", device_num=4, topology=machine, **options)
-        params = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 32
-        return run.plan(params, jax.ShapeDtypeStruct((16384, 2048), jnp.float32))
-
-    plan = planned(pipeline_stages=4, auto_pipeline=True)
+    machine = replace(topology("h100"), memory_bytes=1_210_000_000)
+    layers = functools.partial(planned_checkpointed, 32, 2048, 16384, 8, machine)
+    plan = layers(pipeline_stages=4, auto_pipeline=True)
     schedule = plan.simulation.schedule
     rounds = schedule.num_chunks // schedule.num_stages
     assert rounds > 2
     (note,) = [note for note in plan.notes if note.startswith("auto_pipeline chose")]
     assert f"by interleaved 1f1b in {rounds} chunks." in note
     config = {"pipeline_config": {"pipeline_interleave": True}, "pipeline_stages": schedule.num_stages}
-    two, same = (planned(**config, pipeline_segments=own) for own in (2, rounds))
+    two, same = (layers(**config, pipeline_segments=own) for own in (2, rounds))
     assert plan.cost.total_s == pytest.approx(same.cost.total_s)
     assert plan.cost.total_s < 0.99 * two.cost.total_s
