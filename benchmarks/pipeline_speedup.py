@@ -1,15 +1,14 @@
 """The searched plan of LLaMA2-70B on 64 devices against its hand strategy of 8 pipeline stages, by compiled stages and simulation.
 
-    python -m benchmarks.pipeline_speedup [--machine tpu-v5p] [--layers 80] [--counts 2,4,8] [--schedules 1f1b,interleaved] [--cycles]
+    python -m benchmarks.pipeline_speedup [--machine tpu-v5p] [--layers 80] [--micro-batches 32,128] [--cycles]
 
 The hand strategy is that of MindFormers' pretrain_llama2_70b.yaml: dp=2 mp=4 pp=8, 1F1B, one sequence of 4,096 tokens per slice of the
-batch and micro-batch, 128 micro-batches. The searched plan is the fastest one, by planned seconds, of all numbers of stages and
-schedules that fits into the same memory. Each distinct program of both is compiled for the devices of one stage (v5p, or hosts of 8
+batch and micro-batch, 128 micro-batches. The searched plan is what `auto_pipeline` chooses of up to 8 stages and all schedules for so
+many micro-batches, with no other option. Each distinct program of both is compiled for the devices of one stage (v5p, or hosts of 8
 H100), its judged seconds replace the planned ones, and the schedule is simulated. SpeedUp is the hand strategy's step over the
 searched plan's. Micro-batches are of one size, so that batches differ by their number alone.
 
-Two hand strategies stand in the table: as spmdctx runs it, which reduces gradients for each micro-batch, and as it would be if each
-stage reduced them once in a step.
+Two hand strategies stand in the table: as spmdctx runs it, and as it would be if each stage reduced gradients once in a step.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import importlib.metadata
 import os
 import platform
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,6 @@ from benchmarks.pipeline_judge import (
     step_s,
 )
 from spmdctx.lowering.compile import JitOptions
-from spmdctx.machine.presets import topology
 from spmdctx.models import UNSPLIT, Split, abstract_program, preset
 from spmdctx.models.training import train_step
 from spmdctx.pipeline.run.compiled import jitted
@@ -50,34 +48,29 @@ from spmdctx.pipeline.stages.memory import memory_of
 DEVICES, SEQ, MICRO_ROWS = 64, 4096, 2
 HAND = (2, 4, 8)
 """Slices of the batch, slices of the weights, stages."""
-MICRO_BATCHES = (32, 128)
-SCHEDULES = {"1f1b": 1, "interleaved": 2, "interleaved 5": 5}
-"""Chunks on each stage."""
 PACKAGES = ("jax", "jaxlib", "flax", "libtpu", "jax-cuda12-plugin")
 
 
 class Contender(NamedTuple):
-    """A way to train: its name, its stages and chunks per stage, its entry, and the processor's seconds for its plan."""
+    """A way to train: its name, its stages, the micro-batches it was planned for, its entry, and the processor's seconds for its plan."""
 
     name: str
     stages: int
-    rounds: int
+    num_micro: int
     entry: Any
     seconds: float
 
     def planned_s(self, num_micro: int) -> float:
         """Planned seconds of a step."""
         if self.stages == 1:
-            return float(self.entry.planned.plan.cost.total_s) * num_micro / MICRO_BATCHES[0]
+            return float(self.entry.planned.plan.cost.total_s) * num_micro / self.num_micro
         return self.step_s(planned_seconds(self.entry.pipeline), num_micro)
 
     def step_s(self, seconds: Mapping[str, float], num_micro: int) -> float:
         """Seconds of a step whose programs take these, by name."""
-        return step_s(self.entry.pipeline, seconds, self.entry.environment.settings.topology, self.schedule(num_micro))
-
-    def schedule(self, num_micro: int) -> Any:
-        """The schedule of so many micro-batches."""
-        return Scheduler("1f1b", self.rounds).schedule(self.stages, num_micro, [])
+        topology = self.entry.environment.settings.topology
+        other = None if num_micro == self.num_micro else Scheduler("1f1b").schedule(self.stages, num_micro, [])
+        return step_s(self.entry.pipeline, seconds, topology, other)
 
     @property
     def memory_bytes(self) -> int:
@@ -87,38 +80,35 @@ class Contender(NamedTuple):
         return max(own.peak_bytes for own in memory_of(self.entry.pipeline))
 
 
-def contender(machine: str, layers: int, stages: int, schedule: str, split: Split = UNSPLIT) -> Contender:
+def contender(machine: str, layers: int, num_micro: int, split: Split = UNSPLIT) -> Contender:
     """Plans one way; strategies that are given make it the hand strategy."""
     config = replace(preset("llama2-70b"), num_layers=layers, dtype="bfloat16", remat=True)
-    _, arguments = abstract_program(config, MICRO_ROWS * MICRO_BATCHES[0], SEQ, split=split)
-    rounds = SCHEDULES[schedule]
+    _, arguments = abstract_program(config, MICRO_ROWS * num_micro, SEQ, split=split)
+    is_searched = split is UNSPLIT
     step = spmdctx.parallel(
         train_step,
-        parallel_mode="auto_parallel" if split is UNSPLIT else "semi_auto_parallel",
+        parallel_mode="auto_parallel" if is_searched else "semi_auto_parallel",
         device_num=DEVICES,
         topology=machine,
-        memory_bytes=topology(machine).memory_bytes,
         donate_argnums=(0, 1),
-        pipeline_stages=stages,
-        grad_accumulation_step=MICRO_BATCHES[0],
-        pipeline_config={"pipeline_interleave": rounds > 1, "pipeline_scheduler": "1f1b"},
-        **({"pipeline_segments": rounds} if rounds > 1 else {}),
+        pipeline_stages=HAND[2],
+        grad_accumulation_step=num_micro,
         gradient_fp32_sync=False,
+        **({"auto_pipeline": True} if is_searched else {"pipeline_config": {"pipeline_scheduler": "1f1b"}}),
     )
     start = time.process_time()
     step.plan(*arguments)
-    name = "hand" if split is not UNSPLIT else f"searched p={stages} {schedule if stages > 1 else ''}".strip()
-    return Contender(name, stages, rounds, step._entry_of(arguments, {}), time.process_time() - start)
+    entry = step._entry_of(arguments, {})
+    pipeline = getattr(entry, "pipeline", None)
+    stages = pipeline.schedule.num_stages if pipeline is not None else 1
+    return Contender(_name(entry) if is_searched else "hand", stages, num_micro, entry, time.process_time() - start)
 
 
-def contenders(machine: str, layers: int, counts: Sequence[int], schedules: Sequence[str]) -> Iterator[Contender]:
-    """Every plan that the search compares."""
-    for stages in counts:
-        for schedule in schedules if stages > 1 else schedules[:1]:
-            try:
-                yield contender(machine, layers, stages, schedule)
-            except spmdctx.InfeasibleError as error:
-                print(f"  searched p={stages} {schedule}: {str(error).splitlines()[0]}", flush=True)
+def _name(entry: Any) -> str:
+    schedule = entry.pipeline.schedule if hasattr(entry, "pipeline") else None
+    if schedule is None:
+        return "searched p=1"
+    return f"searched p={schedule.num_stages} {schedule.name}, {schedule.num_chunks // schedule.num_stages} chunks a stage"
 
 
 def judged_of(own: Contender, machine: str, folder: Path, *, codegen: bool) -> list[Judged]:
@@ -142,31 +132,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--machine", choices=("tpu-v5p", "h100"), default="tpu-v5p")
     parser.add_argument("--layers", type=int, default=80)
-    parser.add_argument("--counts", default="1,2,4,8", help="numbers of stages that the search compares")
-    parser.add_argument("--schedules", default=",".join(SCHEDULES), help=f"some of {', '.join(SCHEDULES)}")
+    parser.add_argument("--micro-batches", default="32,128")
     parser.add_argument("--cycles", action="store_true", help="compile to the end, for the compiler's cycles")
     parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER")
     arguments = parser.parse_args()
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES if _is_there(name))
     print(f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} cores, {versions}")
     print(f"{arguments.machine}, {arguments.layers} layers", flush=True)
-    data, model, stages = HAND
-    hand = contender(arguments.machine, arguments.layers, stages, "1f1b", Split("megatron", data, model))
-    counts = list(map(int, arguments.counts.split(",")))
-    found = list(contenders(arguments.machine, arguments.layers, counts, arguments.schedules.split(",")))
-    for own in (hand, *found):
-        times = ", ".join(f"m={micro} {own.planned_s(micro):.3f} s" for micro in MICRO_BATCHES)
-        print(f"  {own.name:<26} planned {times}, {own.memory_bytes / 2**30:.1f} GiB, {own.seconds:.0f} s of processor time", flush=True)
-    room = topology(arguments.machine).memory_bytes
-    fitting = [own for own in found if own.memory_bytes <= room]
+    hand = contender(arguments.machine, arguments.layers, HAND[2] * 4, Split("megatron", *HAND[:2]))
     estimate = "cycles_s" if arguments.cycles else "roofline_s"
-    rows: dict[str, list[Judged]] = {}
-    for num_micro in MICRO_BATCHES:
-        chosen = min(fitting, key=lambda own: own.planned_s(num_micro))
+    rows = {hand.name: judged_of(hand, arguments.machine, arguments.cache, codegen=arguments.cycles)}
+    print(_details(hand, rows[hand.name], estimate), flush=True)
+    for num_micro in map(int, arguments.micro_batches.split(",")):
+        chosen = contender(arguments.machine, arguments.layers, num_micro)
         for own in (hand, chosen):
-            if own.name not in rows:
-                rows[own.name] = judged_of(own, arguments.machine, arguments.cache, codegen=arguments.cycles)
-                print(_details(own, rows[own.name], estimate), flush=True)
+            planned = f"planned {own.planned_s(num_micro):.3f} s, {own.memory_bytes / 2**30:.1f} GiB"
+            print(f"m={num_micro} {own.name}: {planned}, {own.seconds:.0f} s of processor time", flush=True)
+        print(*(note for note in chosen.entry.plan.notes if note.startswith("auto_pipeline")), sep="\n", flush=True)
+        rows[chosen.name] = judged_of(chosen, arguments.machine, arguments.cache, codegen=arguments.cycles)
+        print(_details(chosen, rows[chosen.name], estimate), flush=True)
         print(_line(hand, chosen, rows, num_micro, estimate), flush=True)
     return 0
 
@@ -191,7 +175,7 @@ def _details(own: Contender, rows: Sequence[Judged], estimate: str) -> str:
 
 def _judged_s(own: Contender, rows: Sequence[Judged], num_micro: int, estimate: str, *, once: bool = False) -> float:
     if own.stages == 1:
-        return float(getattr(rows[0].judgement, estimate)) * num_micro / MICRO_BATCHES[0]
+        return float(getattr(rows[0].judgement, estimate)) * num_micro / own.num_micro
     return own.step_s(reduced_once(rows, HAND[0], estimate) if once else judged_seconds(rows, estimate), num_micro)
 
 

@@ -29,6 +29,7 @@ from spmdctx.ir.sharding import Assignment, AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.collectives.turning import turned_s
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
 
@@ -208,7 +209,8 @@ class _Evaluator:
         self.free = tied_with(graph, from_literals)
         self.ops = [op for op in graph.ops if not op.results or any(value not in self.free for value in op.results)]
         self.eligible = Eligible(graph, self.free, pinned).values
-        self.decided = {value for pair in graph.ties for value in pair} | pinned | set(graph.outputs)
+        self.returned = frozenset(graph.outputs)
+        self.decided = {value for pair in graph.ties for value in pair} | pinned | self.returned
         self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         self.later = later_reductions(graph, loop_sums(graph))
         self.reads = self._reads(scopes)
@@ -228,7 +230,7 @@ class _Evaluator:
                 natural = project(dims, self.assignment.ops[op.id].axes)
                 if value not in partial:
                     if value not in self.free:
-                        moved_s += self._reshard(value, natural, stored) * made_repeats(self.graph, op) + self._read(value, stored)
+                        moved_s += self._made(op, value, natural, stored) + self._read(value, stored)
                     continue
                 known = partial[value]
                 if known is not None:
@@ -292,7 +294,7 @@ class _Evaluator:
             elif as_made:
                 moved_s = self._read(value, after)
             elif leads_to(op, own, partial.natural, after, stored):
-                moved_s = self._reshard(value, after, stored) * made_repeats(self.graph, op) + self._read(value, stored)
+                moved_s = self._made(op, value, after, stored) + self._read(value, stored)
             else:
                 continue
             exposed = 1.0 - self.overlap.reduction_share(value, self.topology)
@@ -346,6 +348,14 @@ class _Evaluator:
                 for use in all_shardings(known.shape, self.mesh)
             )
         return self.memo[key]
+
+    def _made(self, op: Op, value: int, source: TensorSharding, stored: TensorSharding) -> float:
+        """Returns the seconds in which what `op` makes gets where it is stored."""
+        seconds = self._reshard(value, source, stored)
+        if value in self.returned:
+            known = self.graph.values[value]
+            seconds += turned_s(known.shape, item_bytes(known.dtype), source, stored, self.mesh, self.topology)
+        return seconds * made_repeats(self.graph, op)
 
     def _reshard(self, value: int, source: TensorSharding, target: TensorSharding, size: int = 0) -> float:
         if source == target:

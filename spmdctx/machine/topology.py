@@ -81,6 +81,11 @@ class Compiler:
         """
         return self.keeps_barriers and not self.runs_barriers_in_order
 
+    @property
+    def turns_gathers(self) -> bool:
+        """Turns what a program returns if it was gathered along an inner dimension (`machine.xla.collectives.turning`)."""
+        return self.keeps_barriers and not self.runs_barriers_in_order
+
 
 _BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))
 

@@ -32,6 +32,7 @@ from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.collectives.turning import turned_s
 from spmdctx.machine.xla.narrowing import kept_share
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import scattered_by
@@ -374,7 +375,10 @@ class _Everything:
         seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:
             seconds += written_s(known, source, self.mesh, self.topology)
-        return seconds * exposed
+        turned = is_made and value in self.graph.outputs
+        return seconds * exposed + (
+            turned_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) if turned else 0.0
+        )
 
     def _assignment(self, chosen: Mapping[object, int]) -> Assignment:
         ops = [OpSharding(((),) * len(op.rule.sizes)) for op in self.graph.ops]

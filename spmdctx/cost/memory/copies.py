@@ -136,6 +136,10 @@ class Copies:
         """Adds a copy on the way to another one that `op` reads; of those made at the same time, memory holds one after the other."""
         self._passes.append((self._memory.firsts[op.id], key, num_bytes))
 
+    def turn(self, op: Op, value: int, num_bytes: int) -> None:
+        """Adds what `op` makes of a value that the step returns, until a copy turns it at the step's end."""
+        self._of["turned", value] = Copy(self._memory.runs[op.id], self._last, num_bytes)
+
     def slice_of(self, key: object, value: int) -> None:
         """Notes that a value is a slice of a gathered copy, and that readers of the value read the copy in its place."""
         self._slices.append((key, value))

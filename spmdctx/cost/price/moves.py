@@ -21,6 +21,7 @@ from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.primitives import ENTERING, IDENTITIES
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.reshard import ReshardStep, reshard_steps
+from spmdctx.machine.xla.collectives.turning import turned_bytes, turned_s
 from spmdctx.machine.xla.narrowing import sharers
 from spmdctx.machine.xla.overlap import overlap_candidates
 
@@ -66,6 +67,7 @@ class Moves:
         self._done: set[tuple[object, ...]] = set()
         # Values that exist only inside fusions are written before they move.
         self._written: list[_Written] = []
+        self._outputs, self._turned = frozenset(graph.outputs) - {LITERAL}, dict[tuple[int, int], float]()
         self.rows: list[Moved] = []
 
     def add(self, move: Move) -> None:
@@ -89,6 +91,9 @@ class Moves:
             self._done.add(key)
             current = step.sharding
         self._copy(move, scope, direct)
+        made = value if move.is_result else op.results[0] if op.primitive in IDENTITIES else LITERAL
+        if made in self._outputs:
+            self._turn(move)
         self.rows.append(Moved(value, source, target, op.id, time_s))
 
     def written(self, scattered: Mapping[int, TensorSharding]) -> tuple[list[int], list[float]]:
@@ -96,7 +101,18 @@ class Moves:
 
         The collective writes a `scattered` sum as its slice. A slice that moves on from there is written once more.
         """
-        return [one.op for one in self._written], [self._writing_s(one, scattered) for one in self._written]
+        seconds = [self._writing_s(one, scattered) for one in self._written]
+        return [*(one.op for one in self._written), *(op for op, _ in self._turned)], [*seconds, *self._turned.values()]
+
+    def _turn(self, move: Move) -> None:
+        """Adds the copy by which the compiler turns what the step returns; where the user's mark decides the move, only its memory."""
+        assigned, known = self._assigned, self._assigned.graph.values[move.value]
+        made = (known.shape, item_bytes(known.dtype), move.source, move.target, assigned.mesh)
+        seconds = turned_s(*made, assigned.topology)
+        if seconds:
+            self._copies.turn(move.op, move.value, turned_bytes(*made))
+        if move.is_result:
+            self._turned[move.op.id, move.value] = seconds * (move.repeats or move.op.repeats)
 
     def _writing_s(self, one: _Written, scattered: Mapping[int, TensorSharding]) -> float:
         source, assigned = scattered.get(one.value, one.source), self._assigned

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
@@ -44,11 +46,16 @@ class PipelinePlanner:
         self._begun: dict[tuple[int, int, bool], tuple[tuple[int, ...], LogicalMesh | None]] = {}
 
     @no_garbage_collection()
-    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
-        """Plans one number of stages and one schedule; see `plan_pipeline`."""
+    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, worth_s: float = math.inf) -> PlannedPipeline:
+        """Plans one number of stages and one schedule; see `plan_pipeline`.
+
+        Without a budget, a plan that takes fewer than `worth_s` seconds and does not fit a device is planned once more within its memory,
+        and kept as it is where nothing fits.
+        """
         free = replace(settings, memory_bytes=None)
         room = settings.memory_bytes or settings.topology.memory_bytes
-        is_binding = settings.memory_bytes is not None and settings.context.parallel_mode == "auto_parallel"
+        is_searched = settings.context.parallel_mode == "auto_parallel"
+        is_binding = settings.memory_bytes is not None and is_searched
 
         def planned(may_wait: bool, like: Chosen | None) -> Chosen:
             planner = self._planner if like is None else self._planner.roughly
@@ -58,8 +65,11 @@ class PipelinePlanner:
             staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
         if is_binding:
             stages, found = _within(staging, stages, found, room)
+        elif is_searched and found.total_s < worth_s:
+            with suppress(InfeasibleError):
+                stages, found = _within(staging, stages, found, room)
         found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found)]
-        if settings.context.parallel_mode == "auto_parallel":
+        if is_searched:
             found.bounds = self._bounds(staging, stages)
             found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))
         return found

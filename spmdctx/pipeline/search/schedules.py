@@ -30,8 +30,8 @@ _V = Scheduler("zero_bubble_v")
 EVERY = (PLAIN, _GPIPE, _H1, INTERLEAVED, _V)
 """The schedules among which the choice is, in the order in which they are planned."""
 DEEPER = tuple(Scheduler("1f1b", rounds) for rounds in range(3, 9))
-"""Schedules of more chunks on each stage, of which the most promising one is planned where two chunks are the best."""
-_WORTH_DEPTH = 0.99
+"""Schedules of more chunks on each stage, of which the most promising one is planned where it promises to be the fastest."""
+_WORTH_DEPTH = 0.997
 """Share of the best seconds that a schedule of more chunks may take by its estimate to be planned."""
 
 
@@ -90,16 +90,19 @@ def shown(scheduler: Scheduler) -> str:
     return f"interleaved {scheduler.name}" + (f" in {scheduler.rounds} chunks" if scheduler.rounds > INTERLEAVED.rounds else "")
 
 
-def plan_deeper(choices: Choices, best: Candidate, estimates: Mapping[Scheduler, float], plan: Callable[[Scheduler], Tried]) -> None:
+def plan_deeper(
+    choices: Choices, best: Candidate, two: Candidate, estimates: Mapping[Scheduler, float], plan: Callable[[Scheduler], Tried]
+) -> None:
     """Plans the schedule of more chunks that promises most, if it promises to beat the best pipeline, and adds it to the choices.
 
     Args:
         choices: what is planned so far.
-        best: the best of it, by two chunks on each stage.
+        best: the best of it.
+        two: what was planned by two chunks on each of as many stages, whether or not it fits.
         estimates: the estimated seconds of `INTERLEAVED` and `DEEPER`; what the first was planned to take corrects the others.
         plan: as for `plan_schedules`.
     """
-    promised_s = {own: seconds * best.seconds / estimates[INTERLEAVED] for own, seconds in estimates.items() if own != INTERLEAVED}
+    promised_s = {own: seconds * two.seconds / estimates[INTERLEAVED] for own, seconds in estimates.items() if own != INTERLEAVED}
     if not promised_s:
         return
     deeper = min(promised_s, key=lambda own: promised_s[own])

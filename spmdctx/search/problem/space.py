@@ -29,6 +29,7 @@ from spmdctx.ir.sharding import AxisNames, OpSharding, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.collectives.turning import turned_s
 from spmdctx.machine.xla.reductions import reduction_plan, scattered_by
 from spmdctx.search.setup.limits import AlgoLimits
 
@@ -48,7 +49,7 @@ class OpKind(NamedTuple):
 
     `rule` is the id of the rule object. `tensors` are the shapes and types of operands and results, None for literals. `free` says for
     each of them whether it comes from literals; it is empty if none does. `flops`, `fused` and `work` are the ops' own. `passing` says
-    which of its values are only computed on the way.
+    which of its values are only computed on the way, `returned` which results the step returns, where that matters.
     """
 
     rule: int
@@ -59,6 +60,7 @@ class OpKind(NamedTuple):
     fused: int = 0
     work: Work | None = None
     passing: tuple[bool, ...] = ()
+    returned: tuple[bool, ...] = ()
 
 
 class Space:
@@ -82,6 +84,7 @@ class Space:
         self.op_slots = [tuple(map(slot, op[2] + op[3])) for op in graph.ops]
         self.kinds: list[OpKind] = []
         self.passing = passing_values(self.graph)
+        self._returned = frozenset(graph.outputs) - {LITERAL} if topology.compiler.turns_gathers else frozenset[int]()
         self.kind_of = self._number_kinds()
         self.shapes = [value.shape for value in graph.values]
         self.whole = self._whole()
@@ -131,10 +134,11 @@ class Space:
     def _number_kinds(self) -> list[int]:
         """Numbers the kinds of ops, and returns the number of each op's kind."""
         graph, every = self.graph, ends(self.graph)
-        # For each operand and result: does it pass, and is it from literals? Literals do neither.
+        # For each operand and result: does it pass, is it from literals, and is it returned? Literals do nothing of that.
         flags = np.zeros(len(graph.values) + 1, dtype=np.uint8)
         flags[:-1] = np.frombuffer(self.passing, dtype=np.uint8)
         flags |= 2 * np.isin(np.array([*self.slot_of, NO_SLOT], dtype=np.int64), list(self.free_slots)).astype(np.uint8)
+        flags[list(self._returned)] |= 4
         alike = numbered_rows(np.array(graph.kinds, dtype=np.int64), every.ops, flags[every.values])
         firsts = np.unique(alike, return_index=True)[1].tolist()
         numbers: dict[OpKind, int] = {}
@@ -149,7 +153,8 @@ class Space:
         every = [None if value == LITERAL else self.graph.values[value] for value in (*op.operands, *op.results)]
         tensors = tuple([value and (value.shape, value.dtype) for value in every])
         passing = tuple([bool(self.passing[value]) for value in (*op.operands, *op.results) if value != LITERAL])
-        return OpKind(id(op.rule), op.primitive, tensors, free, op.flops, op.fused, op.work, passing)
+        returned = tuple([value in self._returned for value in op.results])
+        return OpKind(id(op.rule), op.primitive, tensors, free, op.flops, op.fused, op.work, passing, returned)
 
     def key(self, index: int, state: list[int]) -> tuple[int, ...]:
         """Returns the key of an op's price: the number of its kind, then those of its slots' shardings."""
@@ -190,7 +195,7 @@ class Space:
             if partial:
                 time_s += self._reduction_time_s(op, value, natural, shardings[position], partial)
             else:
-                time_s += self.reshard_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / max(1, op.repeats)
+                time_s += self._made_s(value, natural, shardings[position]) * made_repeats(self.graph, op) / max(1, op.repeats)
         return time_s
 
     def reshard_s(self, value: int, source: TensorSharding, target: TensorSharding) -> float:
@@ -213,7 +218,15 @@ class Space:
             payload //= self.mesh.num_slices(plan.scattered)
         if plan.reduced:
             time_s += collective_time_s("all_reduce", payload, plan.reduced, self.mesh, self.topology)
-        return time_s + self.reshard_s(value, plan.after, stored)
+        return time_s + self._made_s(value, plan.after, stored)
+
+    def _made_s(self, value: int, source: TensorSharding, stored: TensorSharding) -> float:
+        """Returns the seconds in which a result gets where it is stored."""
+        seconds = self.reshard_s(value, source, stored)
+        if value in self._returned:
+            size = item_bytes(self.graph.values[value].dtype)
+            seconds += turned_s(self.shapes[value], size, source, stored, self.mesh, self.topology)
+        return seconds
 
     def _local_bytes(self, value: int, sharding: TensorSharding) -> int:
         return self.local_elements(value, sharding) * item_bytes(self.graph.values[value].dtype)

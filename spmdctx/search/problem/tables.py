@@ -16,6 +16,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.rule import FactorKind
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.reshard_table import reshard_table
+from spmdctx.machine.xla.collectives.turning import turned_table
 from spmdctx.machine.xla.narrowing import NARROW_BYTES
 from spmdctx.search.problem.choices import Alike, Choices, EdgeChoices
 from spmdctx.search.problem.coupled import allowed_alone, allowed_pairs
@@ -41,6 +42,7 @@ class Tables:
         self._memo: dict[tuple[object, ...], Choices] = {}
         self._edges: dict[tuple[object, ...], FloatArray] = {}
         self._reshard_s: dict[tuple[object, ...], FloatArray] = {}
+        self._turned_s: dict[tuple[int, ...], FloatArray] = {}
         self.choices = Alike().of([self.choices_of(node) for node in network.nodes])
 
     def problem(self) -> Problem:
@@ -174,6 +176,9 @@ class Tables:
         follows = target.states is not None and bool((target.states.follows == carry.position).any())
         is_kept = self.network.summed.keeps(value, is_made=self.network.nodes[carry.source.node].sort == "op")
         reduction = self._reduction(carry.source, source)
+        is_turned = (
+            self.space.topology.compiler.turns_gathers and source.split is not None and target.split is None and value in self._outputs
+        )
         key = (
             id(stored),
             id(taken),
@@ -185,6 +190,7 @@ class Tables:
             reduction,
             is_kept,
             written,
+            is_turned,
         )
         table = self._edges.get(key)
         if table is None:
@@ -192,6 +198,8 @@ class Tables:
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
             if written:
                 table += self._written_s(known.shape, written, stored, taken) * weight
+            if is_turned:
+                table += self._turning_s(known.shape).take(taken, axis=1).take(stored, axis=0) * (weight * item_bytes(known.dtype))
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if reduction is not None and target.split is None:
@@ -268,6 +276,11 @@ class Tables:
             table = reshard_table(domain(self.space.mesh, shape), self.space.topology)
             known = self._reshard_s[key] = table.fixed_s + table.s_per_byte * (size * math.prod(shape))
         return known
+
+    def _turning_s(self, shape: tuple[int, ...]) -> FloatArray:
+        if shape not in self._turned_s:
+            self._turned_s[shape] = turned_table(shape, self.space.mesh, self.space.topology)
+        return self._turned_s[shape]
 
     def _written_s(self, shape: tuple[int, ...], size: int, stored: IntArray, taken: IntArray) -> FloatArray:
         """Returns `roofline.written_s` for a value that is only computed on the way and changes its sharding."""

@@ -139,14 +139,15 @@ class _Search:
             plan_schedules(self.choices, count, self._step.loss.num_micro, lambda own: self._tried(count, own), memory_bytes, given)
 
     def deepen(self, memory_bytes: int) -> None:
-        """Plans more chunks on each stage where two are the best so far; a schedule that the user sets is kept."""
+        """Plans more chunks on each stage where they promise to beat the best so far; a schedule that the user sets is kept."""
         if self._step is None or not self.choices.candidates or sets_schedule(self._around.settings.context):
             return
         best = best_of(self.choices.candidates, memory_bytes)
-        plain = next((own for own in self._pipelines if (own.stages, own.schedule) == (best.stages, PLAIN.name)), None)
-        if plain is not None and best.schedule == shown(INTERLEAVED):
+        planned = {own.schedule: own for own in self._pipelines if own.stages == best.stages}
+        plain, two = planned.get(PLAIN.name), planned.get(shown(INTERLEAVED))
+        if plain is not None and two is not None:
             found = estimates(self._pipelines[plain], self._around.settings.topology, (INTERLEAVED, *DEEPER))
-            plan_deeper(self.choices, best, found, lambda own: self._tried(best.stages, own))
+            plan_deeper(self.choices, best, two, found, lambda own: self._tried(best.stages, own))
 
     def entry(self, chosen: Candidate, notes: Sequence[str]) -> Entry:
         """Returns the entry of a candidate, with notes on the choice."""
@@ -186,7 +187,10 @@ class _Search:
         settings = _of(self._around, count).settings
         try:
             found = self._planner.plan(
-                settings, scheduler.num_chunks(count), lambda costs, num_micro: scheduler.schedule(count, num_micro, costs)
+                settings,
+                scheduler.num_chunks(count),
+                lambda costs, num_micro: scheduler.schedule(count, num_micro, costs),
+                self.choices.best_s(settings.memory_bytes or settings.topology.memory_bytes),
             )
         except InfeasibleError as error:
             self.failed.append(error)

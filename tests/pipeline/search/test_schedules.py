@@ -136,7 +136,7 @@ def test_of_more_chunks_the_most_promising_schedule_is_planned_if_it_promises_to
         return Tried(Candidate(4, 9.0, 0.0, 1, shown(scheduler)), 0.0, False, lambda own: 0.0)
 
     choices = Choices([best], {}, {})
-    plan_deeper(choices, best, {Scheduler("1f1b", rounds): seconds for rounds, seconds in estimates.items()}, plan)
+    plan_deeper(choices, best, best, {Scheduler("1f1b", rounds): seconds for rounds, seconds in estimates.items()}, plan)
     assert asked == planned
     assert list(choices.skipped) == skipped
     assert [own.schedule for own in choices.candidates[1:]] == [f"interleaved 1f1b in {rounds} chunks" for rounds in planned]
@@ -148,5 +148,5 @@ def test_a_schedule_of_more_chunks_that_cannot_be_planned_says_why():
 
     best = Candidate(2, 10.0, 0.0, 1, shown(INTERLEAVED))
     choices = Choices([best], {}, {})
-    plan_deeper(choices, best, {INTERLEAVED: 10.0, Scheduler("1f1b", 4): 5.0}, plan)
+    plan_deeper(choices, best, best, {INTERLEAVED: 10.0, Scheduler("1f1b", 4): 5.0}, plan)
     assert choices == Choices([best], {"2 stages by interleaved 1f1b in 4 chunks": "Too large."}, {})

@@ -180,3 +180,14 @@ def test_more_chunks_are_chosen_where_they_are_faster():
     two, same = (layers(**config, pipeline_segments=own) for own in (2, rounds))
     assert plan.cost.total_s == pytest.approx(same.cost.total_s)
     assert plan.cost.total_s < 0.99 * two.cost.total_s
+
+
+def test_stages_that_do_not_fit_a_device_are_planned_within_its_memory():
+    layers = functools.partial(planned_checkpointed, 4, 2048, 1024, 4, pipeline_stages=2)
+    free = layers(machine=topology("h100"))
+    machine = replace(topology("h100"), memory_bytes=int(0.9 * free.memory_bytes))
+    found = layers(machine=machine)
+    assert found.memory_bytes <= machine.memory_bytes < free.memory_bytes
+    assert found.step_s == layers(machine=machine, memory_bytes=machine.memory_bytes).step_s
+    # Where nothing fits, memory is left aside.
+    assert layers(machine=replace(machine, memory_bytes=1_000_000)).step_s == pytest.approx(free.step_s, rel=0.05)
