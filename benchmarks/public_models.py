@@ -133,8 +133,8 @@ def decoder(batch: int = 16, length: int = 2048, layers: int = 3, features: int 
     return Public(loss, shapes, {**_SQUARE, **_MLP, **_EDGES}, _tokens(batch, length), ("heads", "mlp", "vocab"))
 
 
-def _mixture(batch: int, length: int, layers: int, route: Callable[..., Any]) -> Public:
-    features, hidden, experts = 1024, 3584, 8
+def _mixture(route: Callable[..., Any], batch: int, length: int, layers: int, features: int, hidden: int) -> Public:
+    experts = 8
 
     def loss(mark: Marks, weights: Weights, tokens: Any) -> Any:
         def layer(x: Any, one: Weights) -> Any:
@@ -151,7 +151,7 @@ def _mixture(batch: int, length: int, layers: int, route: Callable[..., Any]) ->
     return Public(loss, shapes, names, _tokens(batch, length), ("heads", "mlp", "vocab"))
 
 
-def moe_dense(batch: int = 16, length: int = 1024, layers: int = 2) -> Public:
+def moe_dense(batch: int = 16, length: int = 1024, layers: int = 2, features: int = 1024, hidden: int = 3584) -> Public:
     """Mixtral's layers with tokens dropped beyond a capacity, dispatched by one-hot products (GShard, MaxText)."""
 
     def route(mark: Marks, one: Weights, x: Any) -> Any:
@@ -168,17 +168,16 @@ def moe_dense(batch: int = 16, length: int = 1024, layers: int = 2) -> Public:
         outer = jnp.einsum("ebcf,efd->ebcd", mark(inner, "exp batch_no_exp . mlp"), one["w2"])
         return jnp.einsum("bsec,ebcd->bsd", combine, mark(outer, "exp batch_no_exp . embed"))
 
-    return _mixture(batch, length, layers, route)
+    return _mixture(route, batch, length, layers, features, hidden)
 
 
-def moe_ragged(batch: int = 16, length: int = 1024, layers: int = 2) -> Public:
+def moe_ragged(batch: int = 16, length: int = 1024, layers: int = 2, features: int = 1024, hidden: int = 3584) -> Public:
     """The same without dropping: tokens are sorted by expert and meet its weights in ragged products; tables sort each device's own."""
 
     def experts(mark: Marks, one: Weights, x: Any, chosen: Any, gates: Any) -> Any:
-        rows, features = x.shape[0] * x.shape[1], x.shape[2]
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=one["w1"].shape[0])
-        sent = x.reshape(rows, features)[order // 2]
+        sent = x.reshape(-1, features)[order // 2]
         inner = jax.nn.silu(lax.ragged_dot(sent, one["w1"], sizes)) * lax.ragged_dot(sent, one["w3"], sizes)
         outer = lax.ragged_dot(mark(inner, ". mlp"), one["w2"], sizes)
         back = outer[jnp.argsort(order)].reshape(*chosen.shape, features)
@@ -189,7 +188,7 @@ def moe_ragged(batch: int = 16, length: int = 1024, layers: int = 2) -> Public:
         own = {name: one[name] for name in ("w1", "w2", "w3")}
         return mark.on_rows(experts, own, x, chosen, gates.astype(x.dtype))
 
-    return _mixture(batch, length, layers, route)
+    return _mixture(route, batch, length, layers, features, hidden)
 
 
 def vit(batch: int = 256, layers: int = 4, features: int = 1024, heads: int = 16) -> Public:
