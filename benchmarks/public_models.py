@@ -44,7 +44,7 @@ class Public:
     Attributes:
         loss: `loss(marks, weights, *batch)`.
         weights: shapes, in float32.
-        names: the end of a weight's path to the names of its dimensions.
+        names: the end of a weight's path to the names of its dimensions, of the last ones if it is stacked.
         batch: abstract arguments, each with the names of its dimensions.
         tensor: names that tensor parallelism splits, of weights and of values.
         dtype: of the computation.
@@ -101,22 +101,30 @@ def _square(features: int) -> Shapes:
     return {**dict.fromkeys("qkvo", (features, features)), "n1": (features,), "n2": (features,)}
 
 
-def _next_token(mark: Marks, weights: Weights, tokens: Any, layer: Callable[..., Any], *, tied: bool = False) -> Any:
-    """The loss of a language model of these layers."""
-    edges = mark.use({name: weights[name] for name in ("table", "head") if name in weights})
+def _next_token(mark: Marks, weights: Weights, tokens: Any, layer: Callable[..., Any]) -> Any:
+    """The loss of a language model of these layers, which are scanned if their weights are stacked."""
+    edges = mark.use({name: weights[name] for name in ("table", "head")})
     x = mark(edges["table"][tokens[:, :-1]], _STREAM)
-    for one in weights["layers"]:
-        x = mark(jax.checkpoint(layer)(x, one), _STREAM)
-    head = edges["table"].T if tied else edges["head"]
-    return cross_entropy(mark(x @ head, "batch length vocab"), tokens[:, 1:])
+
+    def run(x: Any, one: Weights) -> Any:
+        return mark(jax.checkpoint(layer)(x, one), _STREAM)
+
+    if isinstance(weights["layers"], dict):
+        x, _ = lax.scan(lambda x, one: (run(x, one), None), x, weights["layers"])
+    else:
+        for one in weights["layers"]:
+            x = run(x, one)
+    return cross_entropy(mark(x @ edges["head"], "batch length vocab"), tokens[:, 1:])
 
 
 def _tokens(batch: int, length: int) -> tuple[tuple[jax.ShapeDtypeStruct, str], ...]:
     return (of((batch, length + 1), "int32", "batch ."),)
 
 
-def decoder(batch: int = 16, length: int = 2048, layers: int = 3, features: int = 2048, hidden: int = 5632, heads: int = 16) -> Public:
-    """A LLaMA-like decoder, as MaxText and EasyLM have it."""
+def decoder(
+    batch: int = 16, length: int = 2048, *, layers: int = 3, features: int = 2048, hidden: int = 5632, heads: int = 16, scan: bool = False
+) -> Public:
+    """A LLaMA-like decoder, as EasyLM has it; MaxText scans its layers."""
 
     def loss(mark: Marks, weights: Weights, tokens: Any) -> Any:
         def layer(x: Any, one: Weights) -> Any:
@@ -129,7 +137,8 @@ def decoder(batch: int = 16, length: int = 2048, layers: int = 3, features: int 
         return _next_token(mark, weights, tokens, layer)
 
     block = {**_square(features), "up": (features, hidden), "gate": (features, hidden), "down": (hidden, features)}
-    shapes = {"table": (32000, features), "head": (features, 32000), "layers": [block] * layers}
+    stack = {name: (layers, *shape) for name, shape in block.items()} if scan else [block] * layers
+    shapes = {"table": (32000, features), "head": (features, 32000), "layers": stack}
     return Public(loss, shapes, {**_SQUARE, **_MLP, **_EDGES}, _tokens(batch, length), ("heads", "mlp", "vocab"))
 
 

@@ -32,6 +32,9 @@ PROGRAMS: dict[str, Callable[[], Public]] = {
     name: getattr(module, name)
     for module, names in ((public_models, "decoder moe_dense moe_ragged vit dit unet haiku"), (public_science, "evoformer gnn"))
     for name in names.split()
+} | {
+    "decoder_scan": partial(public_models.decoder, layers=4, scan=True),
+    "decoder_few": partial(public_models.decoder, batch=4, length=4096),
 }
 Rules = Mapping[str, tuple[str, ...]]
 
@@ -103,7 +106,7 @@ _MIXTURES = {
 }
 _PICTURES = {"maxdiffusion fsdp8": _diffusion(fsdp=8), "maxdiffusion fsdp4 tensor2": _diffusion(fsdp=4, tensor=2)}
 OWN: dict[str, dict[str, Table]] = {
-    "decoder": _DECODERS,
+    **dict.fromkeys(("decoder", "decoder_scan", "decoder_few"), _DECODERS),
     "moe_dense": _MIXTURES,
     "moe_ragged": {name: table for name, table in _MIXTURES.items() if "expert" not in name},
     "vit": {"t5x 2d data4 model2": _t5x(data=4, model=2), "maxtext fsdp8": _maxtext(fsdp=8)},
@@ -171,7 +174,8 @@ class Pins(Marks):
     def used(self, path: str, shape: Sequence[int]) -> Spec:
         """How layers use a weight."""
         named = (names for end, names in self.program.names.items() if path == end or path.endswith(f"/{end}"))
-        return spec_of(next(named, " ".join("." * len(shape))), shape, self.table.weights, self.table.mesh)
+        names = next(named, "").split()
+        return spec_of(" ".join(["."] * (len(shape) - len(names)) + names), shape, self.table.weights, self.table.mesh)
 
     def stored(self, path: str, shape: Sequence[int], zero: int) -> Spec:
         """The same, and split over `data` from this ZeRO stage on."""

@@ -28,16 +28,16 @@ def test_a_name_takes_the_axes_that_exist_are_free_and_divide(names, shape, spec
 
 
 def test_templates_store_what_their_stage_says():
-    program = decoder(batch=8, length=8, heads=4, **SMALL)
+    program = decoder(batch=8, length=8, heads=4, scan=True, **SMALL)
     found = {}
     for zero in (0, 1, 3):
         mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "model"))
         pins = Pins(program, template(program, 4, 2, zero), mesh)
-        found[zero] = [pins.stored("layers/0/up", (32, 64), stage) for stage in (3, 1)]
+        found[zero] = [pins.stored("layers/up", (2, 32, 64), stage) for stage in (3, 1)]
     assert found == {
-        0: [((), ("model",))] * 2,
-        1: [((), ("model",)), (("data",), ("model",))],
-        3: [(("data",), ("model",))] * 2,
+        0: [((), (), ("model",))] * 2,
+        1: [((), (), ("model",)), ((), ("data",), ("model",))],
+        3: [((), ("data",), ("model",))] * 2,
     }
 
 
