@@ -55,10 +55,11 @@ def template(program: Public, data: int, model: int, zero: int = 0) -> Table:
 
 
 def _maxtext(**mesh: int) -> Table:
-    """Batch over data, fsdp and expert; embed of weights over fsdp and expert, of values over tensor (MaxText's base rules)."""
+    """Batch over data, fsdp and expert, length over context; embed of weights over fsdp, expert and context, of values over tensor."""
     wide = dict.fromkeys(("heads", "mlp", "vocab"), ("tensor",))
-    rows = {"batch": ("data", "fsdp", "expert"), "batch_no_exp": ("data", "fsdp"), "embed": ("tensor",), "exp": ("expert",)}
-    return Table(mesh, {**wide, "exp": ("expert",), "embed": ("fsdp", "expert")}, wide | rows)
+    rows = {"batch": ("data", "fsdp", "expert"), "batch_no_exp": ("data", "fsdp"), "length": ("context",)}
+    weights = {**wide, "exp": ("expert",), "embed": ("fsdp", "expert", "context")}
+    return Table(mesh, weights, {**wide, **rows, "embed": ("tensor",), "exp": ("expert",)})
 
 
 def _easylm(**mesh: int) -> Table:
@@ -93,6 +94,7 @@ _DECODERS = {
     "maxtext fsdp8": _maxtext(fsdp=8),
     "maxtext fsdp4 tensor2": _maxtext(fsdp=4, tensor=2),
     "maxtext tensor8": _maxtext(tensor=8),
+    "maxtext fsdp4 context2": _maxtext(fsdp=4, context=2),
     "easylm fsdp8": _easylm(fsdp=8, mp=1),
     "easylm fsdp4 mp2": _easylm(fsdp=4, mp=2),
     "t5x 2d data4 model2": _t5x(data=4, model=2),

@@ -70,7 +70,7 @@ PARTITIONED = "custom_partitioning"
 """A primitive that brings its own partitioner, which TPU's compiler does not call."""
 
 
-def is_local(eqn: Any, rule: OpRule | None, axes: Sequence[AxisNames], mesh: Mesh) -> bool:
+def is_local(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> bool:
     """Returns whether an equation, split over `axes`, must be written as a manual region."""
     name = eqn.primitive.name
     if name in CUSTOM_CALLS:
@@ -80,7 +80,7 @@ def is_local(eqn: Any, rule: OpRule | None, axes: Sequence[AxisNames], mesh: Mes
     return (name in LOCAL_OPS or is_grouped(eqn) or bool(split_rows(eqn, rule, axes))) and any(axes)
 
 
-def split_rows(eqn: Any, rule: OpRule | None, axes: Sequence[AxisNames]) -> AxisNames:
+def split_rows(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...]) -> AxisNames:
     """Returns the axes that split the rows of a ragged product; none of other equations."""
     return ragged_axes(rule, eqn.params, axes) if rule is not None and eqn.primitive.name == RAGGED else ()
 

@@ -14,7 +14,7 @@ Checked by: tests/machine/xla/partitioner/test_ragged_products.py, tests/rules/t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from spmdctx.ir.projection import project
@@ -30,6 +30,6 @@ def ragged_dim(params: Mapping[str, Any]) -> int:
     return dim
 
 
-def ragged_axes(rule: OpRule, params: Mapping[str, Any], axes: Sequence[AxisNames]) -> AxisNames:
+def ragged_axes(rule: OpRule, params: Mapping[str, Any], axes: tuple[AxisNames, ...]) -> AxisNames:
     """Returns the mesh axes that split the rows of a ragged product."""
     return project(rule.operands[0], axes)[ragged_dim(params)]
