@@ -35,12 +35,25 @@ class Work(NamedTuple):
 
 def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
     """What an instruction does; nothing for those that only name buffers."""
+    if _is_ragged_product(instruction):
+        return Work(_ragged_flops(instruction, computation), _hbm_bytes(instruction, computation, None, module), 0.0)
     if instruction.opcode in FREE:
         return Work(0.0, 0.0, 0.0)
     found = _CYCLES.search(instruction.attributes)
     called = _called(instruction, module)
     flops = _flops(called, module) if called else _product_flops(instruction, computation)
     return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0)
+
+
+def _is_ragged_product(one: Instruction) -> bool:
+    """The kernel of `jax.lax.ragged_dot`, whose name is the compiler's."""
+    return one.opcode == "custom-call" and one.name.startswith("ragged-dot") and not one.name.startswith("ragged-dot-metadata")
+
+
+def _ragged_flops(one: Instruction, computation: Computation) -> float:
+    """Each row, of the left operand, meets the matrix of one group; these are the right operand, and the last one."""
+    left, right = (read_leaves(computation.instructions[name].shape)[0].shape for name in one.operands[-2:])
+    return 2.0 * left[0] * math.prod(right[1:])
 
 
 def hbm_size(shape: str) -> int:

@@ -49,6 +49,7 @@ def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], 
     """Multiplies operands whose ragged dimension is cut into groups; the group dimension leads the right operand or the result.
 
     XLA masks the rows of each group, so the ragged dimension splits like any other. XLA would gather the groups, so they stay whole.
+    Sizes that differ along dimensions before the ragged one split with these.
     """
     numbers = params["ragged_dot_dimension_numbers"]
     lhs, rhs, *sizes = operands
@@ -57,7 +58,18 @@ def ragged_dot_general(operands: tuple[Shape, ...], results: tuple[Shape, ...], 
     (lhs_contracting, _), _ = numbers.dot_dimension_numbers
     if set(numbers.lhs_ragged_dimensions) & set(lhs_contracting):
         dot.result.insert(0, builder.factor(results[0][0], blocked=True))
-    return builder.build([dot.lhs, dot.rhs, *(((),) * len(shape) for shape in sizes)], [dot.result])
+    before = [dot.lhs[dim] for dim in _before_ragged(len(lhs), numbers)]
+    return builder.build([dot.lhs, dot.rhs, *([*before, ()] if len(shape) > 1 else [()] for shape in sizes)], [dot.result])
+
+
+def _before_ragged(rank: int, numbers: Any) -> list[int]:
+    """Dimensions of the left operand, for each place of which groups may have other sizes, in the order of the sizes' own."""
+    (contracting, _), (batch, _) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if ragged in batch:
+        return list(batch[: batch.index(ragged)])
+    kind = contracting if ragged in contracting else [dim for dim in range(rank) if dim not in (*contracting, *batch)]
+    return [*batch, *kind[: list(kind).index(ragged)]]
 
 
 def _dot(builder: RuleBuilder, lhs: Shape, rhs: Shape, numbers: Numbers, groups: Sequence[int] = ()) -> _Dot:

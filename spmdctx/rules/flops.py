@@ -74,9 +74,12 @@ def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes, 
 
 
 def _contraction_flops(rule: OpRule) -> int:
-    """Counts two operations per point of the iteration space; each row of a ragged dot meets one group only."""
-    lhs, rhs = ({factor for factors in dims for factor in factors} for dims in rule.operands[:2])
-    return 2 * math.prod(rule.sizes[factor] for factor in lhs | (rhs - rule.blocked))
+    """Counts two operations per point of the iteration space.
+
+    Each row of a ragged dot meets one group only. Where rows are contracted, compilers multiply all of them for each group.
+    """
+    lhs, rhs, made = ({factor for factors in dims for factor in factors} for dims in (*rule.operands[:2], rule.results[0]))
+    return 2 * math.prod(rule.sizes[factor] for factor in lhs | (rhs - rule.blocked) | made)
 
 
 def _convolution_flops(rule: OpRule, operands: _Shapes, results: _Shapes) -> int:

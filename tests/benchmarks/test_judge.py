@@ -140,6 +140,25 @@ ENTRY %main (q: bf16[32,2048,128], k: bf16[32,2048,128]) -> bf16[32,2048,2048] {
     assert work_of(entry.instructions["c"], entry, module).flops == 2 * 32 * 2048 * 2048 * 128
 
 
+def test_the_kernel_of_a_ragged_product_multiplies_each_row_once():
+    text = """HloModule m
+
+ENTRY %main (sizes: s32[8], x: bf16[4096,1024], w: bf16[8,1024,512]) -> bf16[4096,512] {
+  %sizes = s32[8]{0} parameter(0)
+  %x = bf16[4096,1024]{1,0} parameter(1)
+  %w = bf16[8,1024,512]{2,1,0} parameter(2)
+  %ragged-dot-metadata = s32[9]{0} custom-call(%sizes), custom_call_target="tpu_custom_call"
+  ROOT %ragged-dot-none.1 = bf16[4096,512]{1,0} custom-call(%ragged-dot-metadata, %x, %w), custom_call_target="tpu_custom_call"
+}
+"""
+    module = read_module(text)
+    entry = module.computations[module.entry]
+    work = work_of(entry.instructions["ragged-dot-none.1"], entry, module)
+    assert work.flops == 2 * 4096 * 1024 * 512
+    assert work.hbm_bytes == 4 * 9 + 2 * (4096 * 1024 + 8 * 1024 * 512 + 4096 * 512)
+    assert work_of(entry.instructions["ragged-dot-metadata"], entry, module) == (0, 0, 0)
+
+
 def test_a_fusion_that_slices_an_operand_reads_the_slice():
     text = """HloModule m
 

@@ -84,6 +84,7 @@ CONTRACTION = [
     Small(dot(((3,), (3,)), ((2, 0), (0, 1))), ((2, 8, 4, 8), (4, 2, 1, 8))),
     Small(dot(((), ()), ((), ())), ((8,), (8,))),
     Small(lax.ragged_dot, ((8, 8), (4, 8, 4), _SIZES)),
+    Small(ragged(((2,), (1,)), ((), ()), [1], [0]), ((2, 8, 8), (4, 8, 4), np.stack([_SIZES, _SIZES[::-1]]))),
     Small(ragged(((0,), (0,)), ((), ()), [0], []), ((8, 8), (8, 4), _SIZES)),
     Small(
         lambda x, y, left, right: lax.scaled_dot(x, y, lhs_scale=left, rhs_scale=right),

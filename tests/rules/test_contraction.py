@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -28,9 +29,12 @@ DOTS = [
     Case("dot_general", dot(((1,), (0,)), ((), ())), ((1, 8), (8, 8)), label="one row"),
 ]
 SIZES = jnp.array([4, 0, 3, 9], jnp.int32)
+ROWS_OF_SIZES = jnp.stack([jnp.roll(SIZES, row) for row in range(8)])
 RAGGED = [
     Case("ragged_dot_general", lax.ragged_dot, ((16, 8), (4, 8, 8), SIZES), label="ragged rows"),
     Case("ragged_dot_general", ragged(((0,), (0,)), ((), ()), [0], []), ((16, 8), (16, 8), SIZES), label="ragged contraction"),
+    Case("ragged_dot_general", ragged(((2,), (1,)), ((), ()), [1], [0]), ((8, 16, 8), (4, 8, 8), ROWS_OF_SIZES), label="sizes by row"),
+    Case("ragged_dot_general", ragged(((0, 1), (0, 1)), ((), ()), [1], []), ((8, 16, 8), (8, 16, 8), ROWS_OF_SIZES), label="sizes by term"),
 ]
 
 TINY = jnp.arange(8 * 64).reshape(8, 64) % 5
@@ -55,3 +59,19 @@ def test_a_scaled_dot_splits_its_contraction_by_whole_blocks():
     rule = rule_for("scaled_dot", ((8, 64), (64, 8), (8, 2), (2, 8)), ((8, 8),), {"dimension_numbers": (((1,), (0,)), ((), ()))})
     assert str(rule).startswith("([j, (i l)], [(i l), k], [j, i], [i, k])->([j, k]) {i=2, j=8, k=8, l=32} reduction={i, l}")
     assert rule.splittable == (True, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("case", "factors"),
+    [
+        (RAGGED[0], "[j, i], [l, i, k], [1]"),
+        (RAGGED[1], "[i, j], [i, k], [1]"),
+        (RAGGED[2], "[j, k, i], [m, i, l], [j, 1]"),
+        (RAGGED[3], "[i, j, k], [i, j, l], [i, 1]"),
+    ],
+    ids=str,
+)
+def test_sizes_of_groups_split_with_the_rows_that_have_their_own(case, factors):
+    (equation,) = jax.make_jaxpr(case.function)(*case.values()).eqns
+    operands, results = ([value.aval.shape for value in values] for values in (equation.invars, equation.outvars))
+    assert str(rule_for("ragged_dot_general", tuple(operands), tuple(results), equation.params)).startswith(f"({factors})->")

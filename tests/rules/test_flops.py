@@ -1,5 +1,7 @@
 """Operation counts against counts by hand."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -41,6 +43,12 @@ def test_operations_are_those_counted_by_hand(primitive, function, shapes, expec
 def test_each_row_of_a_ragged_dot_meets_one_group():
     sizes = jnp.array([3, 5], jnp.int32)
     assert flops("ragged_dot_general", lax.ragged_dot, jnp.ones((8, 16)), jnp.ones((2, 16, 4)), sizes) == 2 * 8 * 16 * 4
+
+
+def test_every_group_multiplies_all_rows_where_these_are_contracted():
+    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+    product = partial(lax.ragged_dot_general, ragged_dot_dimension_numbers=numbers)
+    assert flops("ragged_dot_general", product, jnp.ones((8, 16)), jnp.ones((8, 4)), jnp.array([3, 5], jnp.int32)) == 2 * 2 * 8 * 16 * 4
 
 
 def test_a_scatter_adds_its_updates_only():

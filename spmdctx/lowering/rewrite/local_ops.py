@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from spmdctx.errors import UnsupportedError
@@ -17,6 +18,7 @@ from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import DimFactors, OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.xla.partitioner.grouped_convolutions import group_factor, groups_of
+from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, ragged_axes, ragged_dim
 from spmdctx.rules.kernels.grids import shared_axes
 from spmdctx.trace.build.jaxprs.equations import structs_of
 from spmdctx.trace.build.origins import source_line
@@ -68,14 +70,29 @@ PARTITIONED = "custom_partitioning"
 """A primitive that brings its own partitioner, which TPU's compiler does not call."""
 
 
-def is_local(eqn: Any, axes: Sequence[Any], mesh: Mesh) -> bool:
+def is_local(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> bool:
     """Returns whether an equation, split over `axes`, must be written as a manual region."""
     name = eqn.primitive.name
     if name in CUSTOM_CALLS:
         return not eqn.effects
     if name == PARTITIONED:
         return bool(mesh.devices.flat[0].platform == "tpu")
-    return (name in LOCAL_OPS or is_grouped(eqn)) and any(axes)
+    return (name in LOCAL_OPS or is_grouped(eqn) or bool(split_rows(eqn, rule, axes))) and any(axes)
+
+
+def split_rows(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...]) -> AxisNames:
+    """Returns the axes that split the rows of a ragged product; none of other equations."""
+    return ragged_axes(rule, eqn.params, axes) if rule is not None and eqn.primitive.name == RAGGED else ()
+
+
+def own_groups(eqn: Any, names: AxisNames, blocks: Sequence[Any]) -> Sequence[Any]:
+    """Returns the operands of a ragged product on one device, whose rows are split over `names`: each group has the rows that are there."""
+    left, right, sizes = blocks
+    rows = left.shape[ragged_dim(eqn.params)]
+    first = jax.lax.axis_index(names).astype(sizes.dtype) * rows
+    ends = jnp.cumsum(sizes, -1, dtype=sizes.dtype)
+    own = jnp.clip(ends, first, first + rows) - jnp.clip(ends - sizes, first, first + rows)
+    return left, right, own
 
 
 def is_grouped(eqn: Any) -> bool:
@@ -147,10 +164,11 @@ def _on_blocks(
     """Returns the function of blocks that stands for an equation."""
     own = eqn if rule is None else on_block(eqn, rule, axes, mesh)
     reduced = () if rule is None else partial_axes(rule, axes)
+    rows = split_rows(eqn, rule, axes)
     compute = own.primitive.bind if own.primitive.name != PARTITIONED else _partitioned(eqn, *sides, mesh)
 
     def local(*blocks: Any) -> Any:
-        found = compute(*blocks, **own.params)
+        found = compute(*(own_groups(eqn, rows, blocks) if rows else blocks), **own.params)
         if own.primitive.multiple_results:
             return tuple(found)
         return jax.lax.psum(found, reduced) if reduced else found

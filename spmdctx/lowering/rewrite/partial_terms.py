@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
-from spmdctx.lowering.rewrite.local_ops import is_grouped, on_block
+from spmdctx.lowering.rewrite.local_ops import is_grouped, on_block, own_groups, split_rows
 from spmdctx.lowering.rewrite.precision import computing, computing_wide
 from spmdctx.trace.build.jaxprs.equations import written
 
@@ -66,10 +66,12 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
     """Writes the partial results of `eqn` on each device of the sum's axes; what no axis of these needs is left to the partitioner."""
     own = on_block(turned(eqn) if term.is_turned else eqn, term.rule, term.split, mesh)
     specs = [project(dims, term.split) for dims in term.rule.operands]
-    manual, others = term.manual_axes(specs, is_local=is_grouped(eqn))
+    rows = split_rows(eqn, term.rule, term.split)
+    is_per_block = is_grouped(eqn) or bool(rows)
+    manual, others = term.manual_axes(specs, is_local=is_per_block)
     compute = computing_wide(own, mesh.devices.flat[0].platform) if term.is_wide else computing(own)
     adds_to_first = eqn.primitive.name.startswith("scatter")
-    made_as = _spec(project(term.rule.results[0], term.split), manual) if is_grouped(eqn) else PartitionSpec()
+    made_as = _spec(project(term.rule.results[0], term.split), manual) if is_per_block else PartitionSpec()
 
     def local(number: Any, *blocks: Any) -> Any:
         if adds_to_first:
@@ -77,6 +79,7 @@ def partial_term(eqn: Any, operands: Sequence[Any], term: Term, mesh: Mesh) -> A
             start = blocks[0]
             kept = jnp.broadcast_to(number[0] == 0, start.shape)
             blocks = (jax.lax.select(kept, start, jnp.zeros_like(start)), *blocks[1:])
+        blocks = tuple(own_groups(eqn, rows, blocks)) if rows else blocks
         made = compute(*(reversed(blocks) if term.is_turned else blocks))
         made = jax.lax.psum(made, others) if others else made
         if term.alike:

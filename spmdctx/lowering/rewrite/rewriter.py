@@ -251,9 +251,8 @@ class Rewriter:
     def _as_local(self, eqn: Any, op: Op | None) -> Any:
         """Returns the equation, made to work on blocks if the partitioner would not split it as planned; dead ones are whole."""
         axes = self.assignment.ops[op.id].axes if op is not None else ()
-        if not is_local(eqn, axes, self.sharded.jax_mesh):
-            return eqn
-        return local_op(eqn, None if op is None else op.rule, axes, self.sharded.jax_mesh)
+        rule = op.rule if op is not None else None
+        return local_op(eqn, rule, axes, self.sharded.jax_mesh) if is_local(eqn, rule, axes, self.sharded.jax_mesh) else eqn
 
     def emit(self, eqn: Any, operands: Sequence[Any], block: Block, avals: Sequence[Any] = (), **params: Any) -> list[Any]:
         """Writes the equation with new operands and fresh results, which are of the types `avals` if these are given."""
