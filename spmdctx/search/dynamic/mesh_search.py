@@ -13,7 +13,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
-from spmdctx.search.problem.orbits import merged
+from spmdctx.search.problem.orbits import merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
@@ -41,13 +41,19 @@ class MeshSearch:
         self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
         self._is_small = options.is_small(step)
         self._begun: dict[LogicalMesh, _Begun] = {}
+        self._in_any_order: dict[LogicalMesh, _Begun] = {}
         self._tables: dict[LogicalMesh, Tables] = {}
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, float] = {}
 
+    @property
+    def joins_orders(self) -> bool:
+        """Whether first looks are worth a search of several orders of a mesh's axes at once, which proves less of each."""
+        return not self._is_small
+
     def first_look(self, setup: Setup) -> Solution:
-        """Searches a mesh for a short time."""
+        """Searches a mesh, or several orders of its axes at once, for a short time."""
         begun = self._begin(setup)
         solution = self.formulation.solve(begun.sought, float("-inf"))
         self._begun[setup.mesh] = begun._replace(solution=solution)
@@ -64,10 +70,14 @@ class MeshSearch:
         cutoff = self.cutoff(setup.mesh, known_s)
         begun = self._begun.pop(setup.mesh, None)
         if begun is None:
-            found = self._fastest_of_merged(setup, known_s)
+            alike = self._in_any_order.pop(setup.mesh, None)
+            if alike is not None and alike.solution is not None and alike.solution.lower_bound >= cutoff:
+                self._unsolved[setup.mesh] = cutoff
+                return Beaten(alike.solution.lower_bound)
+            found = self._fastest_of_merged(setup, known_s) if alike is None else None
             if found is not None:
                 return found
-            begun = self._begin(setup)
+            begun = self._begin(setup, alike)
         tables, sought, solution = begun
         if solution is not None:
             self._starts[setup.mesh] = solution.states
@@ -89,14 +99,19 @@ class MeshSearch:
 
         Returns their bound if none of them has a plan below `known_s`, else None.
         """
-        cutoff = self.cutoff(setup.mesh, known_s)
-        begun = self._begin(replace(setup, mesh=AnyOrder.of_meshes(meshes)))
-        bound = self.formulation.solve(begun.sought, cutoff).lower_bound
-        if bound < cutoff:
+        cutoff, together = self.cutoff(setup.mesh, known_s), AnyOrder.of_meshes(meshes)
+        begun = self._begun.pop(together, None) or self._begin(replace(setup, mesh=together))
+        solution = begun.solution
+        if solution is None or (solution.lower_bound < cutoff and solution.lower_bound != solution.cost):
+            solution = self.formulation.solve(begun.sought, cutoff)
+        if solution.lower_bound < cutoff:
+            if len(setup.mesh.axes) < MAX_AXES:
+                # Each mesh is searched from here.
+                self._in_any_order = dict.fromkeys(meshes, begun._replace(solution=solution))
             return None
         if len(setup.mesh.axes) < MAX_AXES:
             self._unsolved.update(dict.fromkeys(meshes, cutoff))
-        return bound
+        return solution.lower_bound
 
     def _fastest_of_merged(self, setup: Setup, known_s: float) -> Found | Beaten | None:
         """Searches a mesh with equal axes as if these had no names; returns None if that proves nothing."""
@@ -132,9 +147,12 @@ class MeshSearch:
         start = partial(self._start, mesh, problem)
         return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists), known_s)
 
-    def _begin(self, setup: Setup) -> _Begun:
+    def _begin(self, setup: Setup, alike: _Begun | None = None) -> _Begun:
+        """States the problem of a mesh; its search starts from that of `alike`, if given, which has the same axes."""
         tables, problem = self._problem(setup)
-        return _Begun(tables, self.formulation.sought(problem))
+        if alike is None:
+            return _Begun(tables, self.formulation.sought(problem, is_reused=isinstance(setup.mesh, AnyOrder)))
+        return _Begun(tables, self.formulation.sought(problem, alike.sought, resembling(tables, alike.tables)))
 
     def _tables_on(self, setup: Setup) -> Tables:
         tables = self._tables.get(setup.mesh)

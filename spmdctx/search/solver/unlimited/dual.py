@@ -72,6 +72,26 @@ class Dual:
             if start is not None and len(states) == self._graph.size(edge[1]):
                 self._messages[at : at + len(states)] = before._messages[start + states]
 
+    def resume(self, before: Dual, places: Sequence[IntArray]) -> None:
+        """Starts from the messages of a dual of another graph with the same nodes.
+
+        Args:
+            before: the other dual.
+            places: for each node the original state of the other graph that each original state of this one resembles, -1 for none.
+        """
+        known: dict[int, IntArray] = {}
+        for edge, at in self._places.messages.items():
+            start, node = before._places.messages.get(edge), edge[1]
+            if start is None:
+                continue
+            if node not in known:
+                origin, own = before._graph.origin[node], places[node][self._graph.origin[node]]
+                found = np.minimum(np.searchsorted(origin, own), len(origin) - 1)
+                known[node] = np.where(origin[found] == own, found, -1)
+            at_node = known[node]
+            sent = self._messages[at : at + len(at_node)]
+            sent[:] = np.where(at_node >= 0, before._messages[start + at_node], sent)
+
     def _levels(self, forward: bool) -> dict[int, int]:
         """Returns the level of each node: nodes of one level send after all lower levels, and not to each other."""
         level = dict.fromkeys(self.nodes, 0)
