@@ -96,7 +96,13 @@ class Formulation(Generic[TablesT]):
         Raises:
             StrategyError: no choice keeps all pins and parameters of the search.
         """
-        solution = sought.solve(cutoff)
+        return self._solution(sought, sought.solve(cutoff))
+
+    def look(self, sought: Sought, known_s: float) -> Solution:
+        """Searches a problem without memory for a short time, knowing a plan of `known_s`; raises like `solve`."""
+        return self._solution(sought, sought.look(known_s))
+
+    def _solution(self, sought: Sought, solution: Solution | Infeasible) -> Solution:
         if isinstance(solution, Infeasible):
             # Keeping everything whole is always possible. Only pins and limits of the search can hide that.
             solution = solve(sought.problem, effort=_LAST_EFFORT, tolerance=self.limits.tolerance)

@@ -179,7 +179,8 @@ class Budgets:
             elif setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
                 continue
             tell(f"a first look at mesh {number + 1} of {len(few)}, {mesh_text(setup.mesh)}")
-            looks[looked.mesh] = self._meshes.first_look(looked)
+            known_s = min((look.cost for mesh, look in looks.items() if not isinstance(mesh, AnyOrder)), default=math.inf)
+            looks[looked.mesh] = self._meshes.first_look(looked, known_s)
             turns.append((looked.mesh, turn))
             if looked is setup and setup.mesh == _cheapest_of(looks):
                 self._best = self._meshes.first_plan(setup)

@@ -17,7 +17,8 @@ from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.unlimited.dominance import supported
-from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, Resumed, SolverRun, minimise, shrink
+from spmdctx.search.solver.unlimited.dual import Resumed
+from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, SolverRun, minimise, shrink
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
 """The answer if no choice of states has a finite cost, whatever the memory."""
@@ -107,6 +108,13 @@ class Sought:
         with np.errstate(invalid="ignore"):
             possible = supported(self._graph)
             self._minimisation: Minimisation | None = Minimisation(self._graph, self._search, resumed) if possible else None
+
+    def look(self, enough: float) -> Solution | Infeasible:
+        """Searches for a short time, which is shorter still if the bound reaches `enough`."""
+        self._search.enough = enough
+        found = self.solve(float("-inf"))
+        self._search.enough = float("inf")
+        return found
 
     def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
         """Finds the solution that `solve` finds with this cutoff; with a higher cutoff than before it goes on where it stopped."""

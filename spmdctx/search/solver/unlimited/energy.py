@@ -5,7 +5,7 @@ If elimination is too wide, the solver bounds the cost, keeps a shell of states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.dominance import discard, supported
-from spmdctx.search.solver.unlimited.dual import Bound, Dual
+from spmdctx.search.solver.unlimited.dual import Bound, Dual, Resumed
 from spmdctx.search.solver.unlimited.eliminate import Memo, eliminate, order
 from spmdctx.search.solver.unlimited.triples import Triples
 
@@ -43,8 +43,8 @@ _LOOSE = 4
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (30, 20, 50, 100)
-RESUMED_SWEEPS = 5
-"""Sweeps of the first round if the messages are those of a graph that is nearly the same."""
+FEW_SWEEPS = 5
+"""Sweeps after which a first look asks whether its bound is enough, and those of the first round from messages of a graph alike."""
 MORE_SWEEPS = 200
 """Sweeps of each further round, if the effort allows all rounds of `SWEEPS`."""
 MORE_WORK = 2e8
@@ -81,7 +81,8 @@ class SolverRun:
     """The limits, memo and counts that all solves of one problem share.
 
     `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
-    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless.
+    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless;
+    a bound is `enough` that makes more sweeps pointless.
     """
 
     effort: int = 2
@@ -94,6 +95,7 @@ class SolverRun:
     memo: Memo = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     keeps_states: bool = False
+    enough: float = np.inf
 
     def expired(self) -> bool:
         """Returns whether the time is over."""
@@ -122,13 +124,6 @@ def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> boo
         search.count("dominated", removed)
         if not removed or search.progress() > over:
             return True
-
-
-class Resumed(NamedTuple):
-    """The messages of another graph from which a search starts; see `Dual.resume`."""
-
-    dual: Dual
-    places: Sequence[IntArray]
 
 
 class Minimisation:
@@ -206,7 +201,7 @@ class _Shells:
         self._smaller: list[CostGraph] = []
         self.dual: Dual | None = Dual(core)
         if resumed is not None:
-            self.dual.resume(resumed.dual, resumed.places)
+            self.dual.resume(resumed)
         self._of_messages: Bound | None = None
         self._schedule = self._rounds(is_resumed=resumed is not None)
 
@@ -246,9 +241,12 @@ class _Shells:
         return not ((self._is_near() and self._closed(bound)) or self.search.expired())
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
-        dual.sweep(num_sweeps, self.search.expired)
-        self.search.count("sweeps", num_sweeps)
-        bound = dual.bound()
+        for part in (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(self.search.enough) else (num_sweeps,):
+            dual.sweep(part, self.search.expired)
+            self.search.count("sweeps", part)
+            bound = dual.bound()
+            if bound.value + self.core.base >= self.search.enough:
+                break
         self._raise(bound.value + self.core.base)
         states = dual.decode()
         value = descend(self.core, states)
@@ -261,7 +259,7 @@ class _Shells:
         The numbers rise, and at the end sweeps go on as long as the bound rises.
         """
         if is_resumed:
-            yield RESUMED_SWEEPS
+            yield FEW_SWEEPS
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
