@@ -23,7 +23,7 @@ from spmdctx.search.solver.solve import Sought
 
 MODE = "dynamic_programming"
 
-_HARDLY = 1e-6
+_HARDLY = 1e-8
 """Share of a known plan's seconds by which a bound may lie below them and still end a first look."""
 
 _WORTH = 1e-3

@@ -36,6 +36,9 @@ _LOG = log_of("search")
 _NEAR_ENOUGH = 1 / 3
 """Share by which a plan within a budget that the user did not set must be able to improve, if it came of a search for any plan."""
 
+_MANY_SIZES = 3
+"""Sizes of axes from which orders of two axes are looked at together: most sizes are beaten, and one search shows it for both orders."""
+
 _TRUST = 0.75
 """Weight of the bound, beside the cost, in what is expected of a mesh after a first look."""
 
@@ -338,9 +341,9 @@ def _orders_of(setup: Setup, setups: Sequence[Setup]) -> list[LogicalMesh]:
 
 
 def _are_many(setups: Sequence[Setup]) -> bool:
-    """Returns whether there are meshes of several sizes and several axes, on which nothing is pinned or coupled."""
+    """Returns whether there are meshes of many sizes of several axes, on which nothing is pinned or coupled."""
     sizes = {tuple(sorted(setup.mesh.shape)) for setup in setups if len(setup.mesh.axes) > 1}
-    return len(sizes) > 1 and all(_is_free(setup) and not setup.couplings for setup in setups)
+    return len(sizes) >= _MANY_SIZES and all(_is_free(setup) and not setup.couplings for setup in setups)
 
 
 def _is_free(setup: Setup) -> bool:
