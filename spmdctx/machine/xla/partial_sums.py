@@ -90,7 +90,7 @@ class Cut(NamedTuple):
     kept: TensorSharding
 
 
-class _Read(NamedTuple):
+class _Reading(NamedTuple):
     """What readers keep of a value: the slice of those that take one, and the results whose readers decide instead.
 
     Where it `is_whole`, a reader takes the whole value, or readers differ.
@@ -101,7 +101,7 @@ class _Read(NamedTuple):
     is_whole: bool = False
 
 
-_WHOLE = _Read(None, is_whole=True)
+_WHOLE = _Reading(None, is_whole=True)
 
 
 class Sums:
@@ -118,7 +118,7 @@ class Sums:
         self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
         self._places: dict[int, int] = {}
         self._cut: dict[int, Cut] = {}
-        self._read: dict[int, _Read] = {}
+        self._read: dict[int, _Reading] = {}
         self.joined: set[int] = set()
         self.added: set[int] = set()
 
@@ -176,7 +176,7 @@ class Sums:
             walk.reach(read.onwards)
         return None if walk.is_cut else agreed
 
-    def _found_read(self, value: int) -> _Read:
+    def _found_read(self, value: int) -> _Reading:
         """Finds what the readers of a value keep of it."""
         if value in self._readers.outputs or not self._readers.of(value):
             return _WHOLE
@@ -189,7 +189,7 @@ class Sums:
             if taken is None or (kept is not None and taken != kept):
                 return _WHOLE
             kept = taken
-        return _Read(kept, tuple(onwards))
+        return _Reading(kept, tuple(onwards))
 
     def _readings(self, value: int) -> Iterator[tuple[Op, int]]:
         """Yields the ops that read a value, each with the place of the operand."""

@@ -92,7 +92,7 @@ def with_other_states(problem, seed):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_search_from_the_messages_of_a_problem_alike_finds_the_same_in_fewer_sweeps(seed, monkeypatch):
+def test_a_search_from_messages_of_a_problem_alike_takes_fewer_sweeps(seed, monkeypatch):
     monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 0)
     first = grid(5, 6, seed)
     second, places = with_other_states(first, seed)
