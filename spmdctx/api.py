@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, Unpack, overload
 
+from spmdctx.trace.collector import no_garbage_collection
+
 if TYPE_CHECKING:
     from spmdctx.plan.plan import Plan
     from spmdctx.step.options import ParallelOptions
@@ -48,8 +50,9 @@ def parallel(
         ContextError: an option is unknown or a value is bad.
         TypeError: a value has a wrong type, or an option is given without its name.
     """
-    from spmdctx.step.options import options_by_name
-    from spmdctx.step.step import ParallelStep
+    with no_garbage_collection():
+        from spmdctx.step.options import options_by_name
+        from spmdctx.step.step import ParallelStep
 
     unnamed = others or ((fn,) if isinstance(fn, str | Mapping) else ())
     if unnamed:

@@ -90,6 +90,20 @@ class Cut(NamedTuple):
     kept: TensorSharding
 
 
+class _Reading(NamedTuple):
+    """What readers keep of a value: the slice of those that take one, and the results whose readers decide instead.
+
+    Where it `is_whole`, a reader takes the whole value, or readers differ.
+    """
+
+    kept: TensorSharding | None
+    onwards: tuple[int, ...] = ()
+    is_whole: bool = False
+
+
+_WHOLE = _Reading(None, is_whole=True)
+
+
 class Sums:
     """The all_reduces of a bill by their place in it: those that are joined to others, and those that end as reduce_scatters.
 
@@ -104,6 +118,7 @@ class Sums:
         self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
         self._places: dict[int, int] = {}
         self._cut: dict[int, Cut] = {}
+        self._read: dict[int, _Reading] = {}
         self.joined: set[int] = set()
         self.added: set[int] = set()
 
@@ -154,17 +169,27 @@ class Sums:
         agreed: TensorSharding | None = None
         walk = Walk([start])
         for value in walk:
-            if value in self._readers.outputs or not self._readers.of(value):
+            read = self._read.get(value) or self._read.setdefault(value, self._found_read(value))
+            if read.is_whole or (agreed is not None and read.kept is not None and read.kept != agreed):
                 return None
-            for op, position in self._readings(value):
-                if self._hands_on(op, position):
-                    walk.reach(op.results)
-                    continue
-                taken = self._taken(op, position)
-                if taken is None or (agreed is not None and taken != agreed):
-                    return None
-                agreed = taken
+            agreed = agreed if read.kept is None else read.kept
+            walk.reach(read.onwards)
         return None if walk.is_cut else agreed
+
+    def _found_read(self, value: int) -> _Reading:
+        """Finds what the readers of a value keep of it."""
+        if value in self._readers.outputs or not self._readers.of(value):
+            return _WHOLE
+        kept, onwards = None, list[int]()
+        for op, position in self._readings(value):
+            if self._hands_on(op, position):
+                onwards += op.results
+                continue
+            taken = self._taken(op, position)
+            if taken is None or (kept is not None and taken != kept):
+                return _WHOLE
+            kept = taken
+        return _Reading(kept, tuple(onwards))
 
     def _readings(self, value: int) -> Iterator[tuple[Op, int]]:
         """Yields the ops that read a value, each with the place of the operand."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from spmdctx.cost.memory.lives import Peak, StepMemory, compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import StrategyError
+from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
@@ -85,9 +86,9 @@ class Formulation(Generic[TablesT]):
         space = self.space_on(setup.mesh)
         return self._make_tables(self.network(space, setup), space, setup, self.limits)
 
-    def sought(self, problem: Problem) -> Sought:
-        """Returns the search of a problem without memory, which may be solved in several steps."""
-        return Sought(problem, tolerance=self.limits.tolerance)
+    def sought(self, problem: Problem, alike: Sought | None = None, places: Sequence[IntArray] = (), *, is_reused: bool = False) -> Sought:
+        """Returns the search of a problem without memory, which may be solved in several steps; see `Sought` for the others."""
+        return Sought(problem, tolerance=self.limits.tolerance, alike=alike, places=places, is_reused=is_reused)
 
     def solve(self, sought: Sought, cutoff: float) -> Solution:
         """Solves a problem without memory, as far as its solutions may cost less than the cutoff.
@@ -95,7 +96,13 @@ class Formulation(Generic[TablesT]):
         Raises:
             StrategyError: no choice keeps all pins and parameters of the search.
         """
-        solution = sought.solve(cutoff)
+        return self._solution(sought, sought.solve(cutoff))
+
+    def look(self, sought: Sought, known_s: float) -> Solution:
+        """Searches a problem without memory for a short time, knowing a plan of `known_s`; raises like `solve`."""
+        return self._solution(sought, sought.look(known_s))
+
+    def _solution(self, sought: Sought, solution: Solution | Infeasible) -> Solution:
         if isinstance(solution, Infeasible):
             # Keeping everything whole is always possible. Only pins and limits of the search can hide that.
             solution = solve(sought.problem, effort=_LAST_EFFORT, tolerance=self.limits.tolerance)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
-from spmdctx.search.problem.orbits import merged
+from spmdctx.search.problem.orbits import merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
@@ -21,6 +22,9 @@ from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import Sought
 
 MODE = "dynamic_programming"
+
+_HARDLY = 1e-8
+"""Share of a known plan's seconds by which a bound may lie below them and still end a first look."""
 
 _WORTH = 1e-3
 """Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
@@ -34,6 +38,13 @@ class _Begun(NamedTuple):
     solution: Solution | None = None
 
 
+class _Unsolved(NamedTuple):
+    """The cutoff below which a mesh has no plan, and the search that says so if it was one of several orders of the mesh's axes."""
+
+    cutoff: float
+    alike: _Begun | None = None
+
+
 class MeshSearch:
     """Searches single meshes, and keeps the solutions from which later searches of them start."""
 
@@ -41,15 +52,21 @@ class MeshSearch:
         self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
         self._is_small = options.is_small(step)
         self._begun: dict[LogicalMesh, _Begun] = {}
+        self._in_any_order: dict[LogicalMesh, _Begun] = {}
         self._tables: dict[LogicalMesh, Tables] = {}
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
-        self._unsolved: dict[LogicalMesh, float] = {}
+        self._unsolved: dict[LogicalMesh, _Unsolved] = {}
 
-    def first_look(self, setup: Setup) -> Solution:
-        """Searches a mesh for a short time."""
+    @property
+    def joins_orders(self) -> bool:
+        """Whether first looks are worth a search of several orders of a mesh's axes at once, which proves less of each."""
+        return not self._is_small
+
+    def first_look(self, setup: Setup, known_s: float = math.inf) -> Solution:
+        """Searches a mesh, or several orders of its axes at once, for a short time; another mesh has a plan of `known_s`."""
         begun = self._begin(setup)
-        solution = self.formulation.solve(begun.sought, float("-inf"))
+        solution = self.formulation.look(begun.sought, known_s * (1 - _HARDLY))
         self._begun[setup.mesh] = begun._replace(solution=solution)
         return solution
 
@@ -64,10 +81,14 @@ class MeshSearch:
         cutoff = self.cutoff(setup.mesh, known_s)
         begun = self._begun.pop(setup.mesh, None)
         if begun is None:
-            found = self._fastest_of_merged(setup, known_s)
+            alike = self._in_any_order.pop(setup.mesh, None)
+            if alike is not None and alike.solution is not None and _is_beaten(alike.solution, cutoff, known_s):
+                self._unsolved[setup.mesh] = _Unsolved(cutoff, alike)
+                return Beaten(alike.solution.lower_bound)
+            found = self._fastest_of_merged(setup, known_s) if alike is None else None
             if found is not None:
                 return found
-            begun = self._begin(setup)
+            begun = self._begin(setup, alike)
         tables, sought, solution = begun
         if solution is not None:
             self._starts[setup.mesh] = solution.states
@@ -76,7 +97,7 @@ class MeshSearch:
         if solution is None or solution.lower_bound != solution.cost:
             solution = self.formulation.solve(sought, cutoff)
         self._starts[setup.mesh] = solution.states
-        if solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST):
+        if _is_beaten(solution, cutoff, known_s):
             return Beaten(solution.lower_bound)
         if not self._is_small:
             # Of one mesh only: mostly the best one, which is the last that is not beaten.
@@ -87,16 +108,23 @@ class MeshSearch:
     def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
         """Searches meshes of the same axes in several orders as one.
 
-        Returns their bound if none of them has a plan below `known_s`, else None.
+        Returns their bound if none of them has a plan below `known_s`, else None. After a first look at them, a plan that is hardly below
+        it is worth a search.
         """
-        cutoff = self.cutoff(setup.mesh, known_s)
-        begun = self._begin(replace(setup, mesh=AnyOrder.of_meshes(meshes)))
-        bound = self.formulation.solve(begun.sought, cutoff).lower_bound
-        if bound < cutoff:
+        cutoff, together = self.cutoff(setup.mesh, known_s), AnyOrder.of_meshes(meshes)
+        looked = self._begun.pop(together, None)
+        begun = looked or self._begin(replace(setup, mesh=together))
+        solution = begun.solution
+        if solution is None or (solution.lower_bound < cutoff and solution.lower_bound != solution.cost):
+            solution = self.formulation.solve(begun.sought, cutoff)
+        if not _is_beaten(solution, cutoff, known_s if looked else -math.inf):
+            if len(setup.mesh.axes) < MAX_AXES:
+                # Each mesh is searched from here.
+                self._in_any_order = dict.fromkeys(meshes, begun._replace(solution=solution))
             return None
         if len(setup.mesh.axes) < MAX_AXES:
-            self._unsolved.update(dict.fromkeys(meshes, cutoff))
-        return bound
+            self._unsolved.update(dict.fromkeys(meshes, _Unsolved(cutoff, begun)))
+        return solution.lower_bound
 
     def _fastest_of_merged(self, setup: Setup, known_s: float) -> Found | Beaten | None:
         """Searches a mesh with equal axes as if these had no names; returns None if that proves nothing."""
@@ -106,7 +134,7 @@ class MeshSearch:
             return None
         bound = self.formulation.solve(self.formulation.sought(smaller.problem), cutoff)
         if bound.lower_bound >= cutoff:
-            self._unsolved[setup.mesh] = cutoff
+            self._unsolved[setup.mesh] = _Unsolved(cutoff)
             return Beaten(bound.lower_bound)
         kept = smaller.behind(bound.states)
         found = self.formulation.sought(tables.among(kept).problem()).solve(cutoff)
@@ -116,11 +144,11 @@ class MeshSearch:
         self._starts[setup.mesh] = states
         return self.formulation.plan_of(setup, tables, found._replace(states=states, lower_bound=found.cost))
 
-    def _start(self, mesh: LogicalMesh, problem: Problem) -> Sequence[int]:
+    def _start(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> Sequence[int]:
         """Returns a choice of states on a mesh from which searches within budgets start."""
-        cutoff = self._unsolved.pop(mesh, None)
-        if cutoff is not None:
-            self._starts[mesh] = self.formulation.solve(self.formulation.sought(problem), cutoff).states
+        unsolved = self._unsolved.pop(mesh, None)
+        if unsolved is not None:
+            self._starts[mesh] = self.formulation.solve(self._sought(tables, problem, unsolved.alike), unsolved.cutoff).states
         return self._starts.get(mesh, ())
 
     def within(
@@ -129,12 +157,18 @@ class MeshSearch:
         """Finds the cheapest plan within a budget on the mesh of `fastest`, which does not fit, if there is one below `known_s`."""
         mesh = fastest.setup.mesh
         tables, problem = self._problem(fastest.setup)
-        start = partial(self._start, mesh, problem)
+        start = partial(self._start, mesh, tables, problem)
         return budget.search_on(MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists), known_s)
 
-    def _begin(self, setup: Setup) -> _Begun:
+    def _begin(self, setup: Setup, alike: _Begun | None = None) -> _Begun:
+        """States the problem of a mesh; its search starts from that of `alike`, if given, which has the same axes."""
         tables, problem = self._problem(setup)
-        return _Begun(tables, self.formulation.sought(problem))
+        return _Begun(tables, self._sought(tables, problem, alike))
+
+    def _sought(self, tables: Tables, problem: Problem, alike: _Begun | None) -> Sought:
+        if alike is None:
+            return self.formulation.sought(problem, is_reused=isinstance(tables.space.mesh, AnyOrder))
+        return self.formulation.sought(problem, alike.sought, resembling(tables, alike.tables))
 
     def _tables_on(self, setup: Setup) -> Tables:
         tables = self._tables.get(setup.mesh)
@@ -159,3 +193,8 @@ class MeshSearch:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
         is_exact = self._is_small or len(mesh.axes) == 1
         return known_s * (1 - (SAME_COST if is_exact else _WORTH))
+
+
+def _is_beaten(solution: Solution, cutoff: float, known_s: float) -> bool:
+    """Returns whether neither the solution nor any other is worth its place beside a plan of `known_s`."""
+    return solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST)

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spmdctx.cost.step import Step
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import AnyOrder, LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN, REPAIRED_PLAN
@@ -35,6 +35,9 @@ _LOG = log_of("search")
 
 _NEAR_ENOUGH = 1 / 3
 """Share by which a plan within a budget that the user did not set must be able to improve, if it came of a search for any plan."""
+
+_MANY_SIZES = 3
+"""Sizes of axes from which orders of two axes are looked at together: most sizes are beaten, and one search shows it for both orders."""
 
 _TRUST = 0.75
 """Weight of the bound, beside the cost, in what is expected of a mesh after a first look."""
@@ -125,9 +128,10 @@ class Budgets:
         self._meshes = meshes
         self._bounds: dict[LogicalMesh, float] = {}
         self._best: Found | None = None
-        self._setups = setups
+        self._setups, self._turns = setups, [[setup] for setup in setups]
         try:
-            self._setups = self._promising_first(setups)
+            self._turns = self._promising_first(setups)
+            self._setups = [setup for turn in self._turns for setup in turn]
             self._fastest = self._fastest_of_all()
         except KeyboardInterrupt:
             self._fastest = self._at_interrupt(is_interruptible=is_interruptible)
@@ -157,23 +161,35 @@ class Budgets:
         note = "The search was interrupted: this is the cheapest plan that it had found. Plan again for the whole search."
         return best._replace(setup=replace(best.setup, notes=[*best.setup.notes, note]), lower_bound_s=0.0, is_interrupted=True)
 
-    def _promising_first(self, setups: list[Setup]) -> list[Setup]:
-        """Sorts the set-ups by the costs that are expected on their meshes after a first, short search."""
+    def _promising_first(self, setups: list[Setup]) -> list[list[Setup]]:
+        """Sorts the set-ups by the costs that are expected on their meshes after a first, short search.
+
+        A turn has one set-up, or those of several orders of the same axes, which are searched together before each by itself.
+        """
         if len(setups) <= 2:
-            return setups
+            return [[setup] for setup in setups]
         # A first search on three axes takes as long as all the others together, and says less.
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
-        looks: dict[LogicalMesh, Solution] = {}
+        joined = self._meshes.joins_orders and _are_many(few)
+        looks, turns = dict[LogicalMesh, Solution](), list[tuple[LogicalMesh, list[Setup]]]()
         for number, setup in enumerate(sorted(few, key=_narrow_and_even_first)):
-            if setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
+            if any(setup in turn for _, turn in turns):
+                continue
+            turn, looked = [setup], setup
+            if joined and len(alike := _orders_of(setup, few)) > 1:
+                turn = sorted((other for other in few if other.mesh in alike), key=lambda other: other.mesh.shape[-1])
+                looked = replace(setup, mesh=AnyOrder.of_meshes([other.mesh for other in turn]))
+            elif setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
                 continue
             tell(f"a first look at mesh {number + 1} of {len(few)}, {mesh_text(setup.mesh)}")
-            looks[setup.mesh] = self._meshes.first_look(setup)
-            if setup.mesh == _cheapest_of(looks):
+            known_s = min((look.cost for mesh, look in looks.items() if not isinstance(mesh, AnyOrder)), default=math.inf)
+            looks[looked.mesh] = self._meshes.first_look(looked, known_s)
+            turns.append((looked.mesh, turn))
+            if looked is setup and setup.mesh == _cheapest_of(looks):
                 self._best = self._meshes.first_plan(setup)
-        few = [setup for setup in few if setup.mesh in looks]
-        few.sort(key=lambda setup: _expected(looks[setup.mesh]))
-        return few + [setup for setup in setups if setup not in few]
+        turns.sort(key=lambda turn: _expected(looks[turn[0]]))
+        seen = [turn for _, turn in turns]
+        return seen + [[setup] for setup in setups if not any(setup in turn for turn in seen)]
 
     def _beaten_together(self, setup: Setup, few: Sequence[Setup], looks: Mapping[LogicalMesh, Solution]) -> bool:
         """Returns whether no order of a mesh's axes can beat a mesh of fewer axes, which is the best so far; keeps their bound.
@@ -193,11 +209,12 @@ class Budgets:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
         for number, setup in enumerate(self._setups):
+            known_s = float("inf") if best is None else best.cost_s
+            self._bound_turn(setup, known_s)
             if setup.mesh in self._bounds:
                 continue
             known = "" if best is None else f"; so far {seconds_text(best.cost_s)} a step on {mesh_text(best.setup.mesh)}"
             tell(f"mesh {number + 1} of {len(self._setups)}, {mesh_text(setup.mesh)}{known}")
-            known_s = float("inf") if best is None else best.cost_s
             found = self._beaten_in_any_order(setup, known_s) or self._meshes.fastest_on(setup, known_s)
             self._bounds[setup.mesh] = found.lower_bound_s
             _log_mesh(setup.mesh, found)
@@ -205,6 +222,12 @@ class Budgets:
                 best = self._best = found
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
+
+    def _bound_turn(self, setup: Setup, known_s: float) -> None:
+        """Bounds the meshes of a turn together, before the first of them is searched."""
+        turn = next((own for own in self._turns if own[0] is setup), [])
+        if len(turn) > 1:
+            self._bound_together(setup, [own.mesh for own in turn], known_s)
 
     def _beaten_in_any_order(self, setup: Setup, known_s: float) -> Beaten | None:
         """Bounds the meshes of three axes of the same sizes together, before the first of them is searched."""
@@ -315,6 +338,12 @@ def _orders_of(setup: Setup, setups: Sequence[Setup]) -> list[LogicalMesh]:
     """Lists the meshes whose axes have the sizes of a set-up's mesh, in any order."""
     sizes = sorted(setup.mesh.shape)
     return [other.mesh for other in setups if sorted(other.mesh.shape) == sizes]
+
+
+def _are_many(setups: Sequence[Setup]) -> bool:
+    """Returns whether there are meshes of many sizes of several axes, on which nothing is pinned or coupled."""
+    sizes = {tuple(sorted(setup.mesh.shape)) for setup in setups if len(setup.mesh.axes) > 1}
+    return len(sizes) >= _MANY_SIZES and all(_is_free(setup) and not setup.couplings for setup in setups)
 
 
 def _is_free(setup: Setup) -> bool:

@@ -26,6 +26,9 @@ from spmdctx.search.problem.network import Carry, Load, Node
 from spmdctx.search.problem.tables import Tables, without_loops
 from spmdctx.search.solver.problem.problem import Edge, Problem
 
+_FACTOR = 0x2545F4914F6CDD1D
+"""An odd factor by which numbers of 64 bits are mixed."""
+
 _FEW_STATES = 2000
 """States up to which a problem is solved as fast as it is merged."""
 
@@ -169,6 +172,52 @@ def _renamings(codes: AxisCodes) -> list[_Renaming]:
         every = [sum(int(codes.bits[codes.of[to[name],]]) for name in codes.names(bits)) for bits in range(1 << len(names))]
         found.append(_Renaming(after, np.array(every, dtype=np.int64)))
     return found
+
+
+def resembling(tables: Tables, other: Tables) -> list[IntArray]:
+    """Finds the states that do the same on two meshes of as many axes, which correspond in the order of their sizes.
+
+    Returns for each node, for each of its states in `tables`, the state in `other`, -1 for none.
+    """
+    renaming = _renaming_to(axis_codes(tables.space.mesh), axis_codes(other.space.mesh))
+    same = _Renaming(np.arange(len(renaming.codes)), np.arange(len(renaming.bits)))
+    known: dict[tuple[object, ...], IntArray] = {}
+    found = []
+    for node, own, others in zip(tables.network.nodes, tables.choices, other.choices, strict=True):
+        shapes = _shapes(tables, node)
+        key = (*shapes, own.layout, others.layout)
+        if key not in known:
+            marks = _marks(other.space.mesh, shapes, others, same)
+            wanted = _marks(tables.space.mesh, shapes, own, renaming)
+            order = marks.argsort(kind="stable")
+            at = order[np.minimum(np.searchsorted(marks, wanted, sorter=order), len(order) - 1)]
+            known[key] = np.where(marks[at] == wanted, at, -1)
+        found.append(known[key])
+    return found
+
+
+def _renaming_to(codes: AxisCodes, others: AxisCodes) -> _Renaming:
+    """Returns the codes and bits on another mesh, whose axes correspond in the order of their sizes."""
+    first, second = (sorted(own.mesh.names, key=own.mesh.sizes.__getitem__) for own in (codes, others))
+    to = dict(zip(first, second, strict=True))
+    after = np.array([others.of[tuple([to[name] for name in own])] for own in codes.axes], dtype=np.int64)
+    bits = [others.bits_of([to[name] for name in codes.names(own)]) for own in range(1 << len(codes.units))]
+    return _Renaming(after, np.array(bits, dtype=np.int64))
+
+
+def _marks(mesh: LogicalMesh, shapes: Sequence[tuple[int, ...]], choices: Choices, renaming: _Renaming) -> IntArray:
+    """Returns a number for each state of a node, after a renaming; different states have hardly ever the same."""
+    columns = [row for shape, own in zip(shapes, choices.stored, strict=True) for row in renaming.codes[domain(mesh, shape).rows[own]].T]
+    states, split = choices.states, choices.split
+    if states is not None and split is not None:
+        columns += [*renaming.codes[split.rows[states.split]].T, states.follows + 1]
+        columns += [renaming.bits[own] for own in (states.unreduced_in, states.unreduced_out)]
+    elif choices.unreduced is not None:
+        columns.append(renaming.bits[choices.unreduced])
+    marks = np.zeros(len(choices.seconds), dtype=np.int64)
+    for own in columns:
+        marks = marks * _FACTOR + own
+    return marks
 
 
 def _shapes(tables: Tables, node: Node) -> list[tuple[int, ...]]:

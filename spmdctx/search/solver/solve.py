@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from time import monotonic
 
 import numpy as np
 
+from spmdctx.ir.arrays import IntArray
 from spmdctx.search.solver.limited.constrained import Constrained, most_variables
 from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.graph import CostGraph, cost_of
@@ -15,6 +17,7 @@ from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.unlimited.dominance import supported
+from spmdctx.search.solver.unlimited.dual import Resumed
 from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, SolverRun, minimise, shrink
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
@@ -81,14 +84,37 @@ class Sought:
         problem: Costs and tables; its memory is ignored.
         effort: As in `solve`.
         tolerance: As in `solve`.
+        alike: Another problem with the same nodes, searched before, that costs nearly the same. It changes the work, not the bound.
+        places: With `alike`, for each node the state of the other problem that each of its states resembles, -1 for none.
+        is_reused: Whether other searches may start from this one; it then takes more time after its first bounds.
     """
 
-    def __init__(self, problem: Problem, *, effort: int = 2, tolerance: float = 0.0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        effort: int = 2,
+        tolerance: float = 0.0,
+        alike: Sought | None = None,
+        places: Sequence[IntArray] = (),
+        is_reused: bool = False,
+    ) -> None:
         self.problem = problem
-        self._search = _search(effort, tolerance, float("inf"), None)
+        self._search = replace(_search(effort, tolerance, float("inf"), None), keeps_states=is_reused)
         self._graph = CostGraph.of(problem.costs, problem.edges, Pool())
+        before = None if alike is None else alike._minimisation
+        dual = None if before is None else before.dual
+        resumed = None if dual is None else Resumed(dual, places)
         with np.errstate(invalid="ignore"):
-            self._minimisation = Minimisation(self._graph, self._search) if supported(self._graph) else None
+            possible = supported(self._graph)
+            self._minimisation: Minimisation | None = Minimisation(self._graph, self._search, resumed) if possible else None
+
+    def look(self, enough: float) -> Solution | Infeasible:
+        """Searches for a short time, which is shorter still if the bound reaches `enough`."""
+        self._search.enough = enough
+        found = self.solve(float("-inf"))
+        self._search.enough = float("inf")
+        return found
 
     def solve(self, cutoff: float = float("inf")) -> Solution | Infeasible:
         """Finds the solution that `solve` finds with this cutoff; with a higher cutoff than before it goes on where it stopped."""

@@ -12,6 +12,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import AnyOrder
 from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import effort
+from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Schedule, unsettled
 from spmdctx.search.dynamic.mesh_search import MeshSearch
@@ -407,9 +408,10 @@ def test_meshes_of_three_axes_are_searched_as_far_as_they_are_worth(seed, small,
     assert truth * (1 - 2 * share) <= found.lower_bound_s <= truth * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("small", "share"), [(0, 1e-3), (100, 1e-9)])
+@pytest.mark.parametrize(("small", "share", "many"), [(0, 1e-3, 2), (0, 1e-3, 3), (100, 1e-9, 3)])
 @pytest.mark.parametrize("first", range(6000, 6040, TOGETHER))
-def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first, small, share, monkeypatch):
+def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first, small, share, many, monkeypatch):
+    monkeypatch.setattr(searcher_module, "_MANY_SIZES", many)
     bound_of, bounds = MeshSearch.bound_in_any_order, []
 
     def bound_in_any_order(self, setup, meshes, known_s):

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from spmdctx.cost.step import Step
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.domain import domain
+from spmdctx.ir.mesh import AnyOrder, LogicalMesh
 from spmdctx.search.dynamic import mesh_search
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
@@ -15,9 +16,13 @@ from spmdctx.search.solver.solve import solve
 from tests.search.random_graphs import random_machine, random_step
 
 
+def _step(made):
+    return Step(made.graph, made.scopes, made.from_literals, frozenset())
+
+
 def _tables(seed, shape, pins=None):
     made, machine = random_step(seed, 5), random_machine(seed)
-    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+    step = _step(made)
     setup = Setup(LogicalMesh.of(shape), partial_pins=pins(made.graph) if pins else {})
     return Searcher(step, machine, DynamicOptions())._meshes.formulation.tables(setup)
 
@@ -40,6 +45,24 @@ def test_no_choice_costs_less_than_the_merged_problem(shape, monkeypatch):
         assert bound.cost <= whole.cost * (1 + 1e-9), seed
         tight += bound.cost >= whole.cost * (1 - 1e-9)
     assert tight >= 8
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_states_on_another_order_of_the_axes_are_those_that_split_alike(at_once):
+    orders, exchanged = [LogicalMesh.of((2, 4)), LogicalMesh.of((4, 2))], {"data": "model", "model": "data"}
+    for seed in range(7160, 7170):
+        made, machine = random_step(seed, 5), random_machine(seed)
+        formulation = Searcher(_step(made), machine, DynamicOptions())._meshes.formulation
+        own = formulation.tables(Setup(orders[1]))
+        other = formulation.tables(Setup(AnyOrder.of_meshes(orders) if at_once else orders[0]))
+        for node, states in enumerate(orbits.resembling(own, other)):
+            first, second = own.choices[node], other.choices[node]
+            assert sorted(states.tolist()) == list(range(len(second.seconds)))
+            shapes = orbits._shapes(own, own.network.nodes[node])
+            for shape, mine, theirs in zip(shapes, first.stored, second.stored, strict=True):
+                here = [domain(orders[1], shape).shardings[number] for number in mine.tolist()]
+                there = [domain(other.space.mesh, shape).shardings[number] for number in theirs[states].tolist()]
+                assert there == [tuple(tuple(exchanged[name] for name in dim) for dim in dims) for dims in here]
 
 
 def test_axes_of_different_sizes_are_not_exchanged(monkeypatch):

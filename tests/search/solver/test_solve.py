@@ -82,6 +82,36 @@ def test_a_search_that_goes_on_ends_as_one_that_was_never_left(seed, monkeypatch
     assert resumed == at_once
 
 
+def with_other_states(problem, seed):
+    """A problem with costs that are nearly the same, the states in another order and one left out; the places of its states before."""
+    random = np.random.default_rng(seed)
+    places = [random.permutation(len(costs))[1:] for costs in problem.costs]
+    costs = [costs[own] + 1e-3 * random.random(len(own)) for costs, own in zip(problem.costs, places, strict=True)]
+    edges = [Edge(left, right, table[np.ix_(places[left], places[right])]) for left, right, table in problem.edges]
+    return Problem(tuple(costs), tuple(edges)), places
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_search_from_messages_of_a_problem_alike_takes_fewer_sweeps(seed, monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 0)
+    first = grid(5, 6, seed)
+    second, places = with_other_states(first, seed)
+    before = Sought(first, is_reused=True)
+    assert before.solve().lower_bound == before.solve().cost
+    found, cold = Sought(second, alike=before, places=places).solve(), solve(second)
+    assert found.cost == pytest.approx(cold.cost, rel=1e-12)
+    assert found.lower_bound == found.cost
+    assert found.counts["sweeps"] <= cold.counts["sweeps"]
+    unknown = [np.full(len(own), -1) for own in places]
+    assert Sought(second, alike=before, places=unknown).solve().cost == pytest.approx(cold.cost, rel=1e-12)
+
+
+def test_a_search_from_one_that_needed_no_messages_starts_anew():
+    problem = random_problem(1, with_memory=False)
+    before = Sought(problem, is_reused=True)
+    assert Sought(problem, alike=before, places=[np.arange(len(own)) for own in problem.costs]).solve() == before.solve()
+
+
 def test_a_problem_without_finite_choices_stays_hopeless():
     sought = Sought(Problem((np.full(2, np.inf), np.zeros(2)), (Edge(0, 1, np.eye(2)),)))
     assert isinstance(sought.solve(-np.inf), Infeasible)

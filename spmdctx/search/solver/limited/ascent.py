@@ -28,7 +28,7 @@ MEMORY_OF_DIRECTION = 0.7
 class Ascent:
     """Raises the bound of a graph with memory: one sweep of messages, then a step of the prices along the excess of the decoded states.
 
-    `best` is the highest bound found, with its bounds by state; `prices` are those of the last step. All are without the graph's constant.
+    `prices` are those of the last step. All bounds are without the graph's constant.
     It stops when `share` of the time is over.
     """
 
@@ -41,7 +41,7 @@ class Ascent:
         self.prices: FloatArray = np.zeros(len(amounts.rows.times))
         self._weights: FloatArray = np.zeros(len(amounts.of))
         self.bound = -np.inf
-        self.best: Bound | None = None
+        self._kept: tuple[FloatArray, FloatArray] | None = None
         self._fixed = amounts.chosen([0] * len(amounts.of))
         self._fixed[[node for node in amounts.live if graph.alive[node]]] = 0.0
 
@@ -56,14 +56,20 @@ class Ascent:
 
     def measure(self) -> float:
         """Returns the bound at the present prices and messages."""
-        found = self.dual.bound()
         paid = float(self.prices.sum()) * self.amounts.rows.limit - dot(self._weights, self._fixed)
-        value = found.value - paid - 1e-13 * abs(paid)
+        value = self.dual.value() - paid - 1e-13 * abs(paid)
         if value > self.bound:
-            self.bound = value
-            shift = value - found.value
-            self.best = Bound(value, {node: belief + shift for node, belief in found.beliefs.items()})
+            self.bound, self._kept = value, self.dual.kept()
         return value
+
+    @property
+    def best(self) -> Bound | None:
+        """The highest bound found, with its bounds by state, which few ask for."""
+        if self._kept is None:
+            return None
+        found = self.dual.bound_of(self._kept)
+        shift = self.bound - found.value
+        return Bound(self.bound, {node: belief + shift for node, belief in found.beliefs.items()})
 
     def is_over(self) -> bool:
         """Returns whether its share of the time is over."""

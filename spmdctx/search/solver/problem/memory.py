@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -96,10 +96,10 @@ def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, num_nodes: int) 
 
 def _pieces(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Cuts ranges wherever one starts or ends, and counts the ranges that cover each piece."""
-    cuts = sorted({cut for pair in ranges for cut in pair})
-    pieces = []
-    for first, last in pairwise(cuts):
-        count = sum(start <= first and last <= end for start, end in ranges)
-        if count:
-            pieces.append((first, last, count))
-    return pieces
+    change: dict[int, int] = {}
+    for first, last in ranges:
+        change[first] = change.get(first, 0) + 1
+        change[last] = change.get(last, 0) - 1
+    cuts = sorted(change)
+    counts = accumulate(map(change.__getitem__, cuts))
+    return [(first, last, count) for (first, last), count in zip(pairwise(cuts), counts, strict=False) if count]

@@ -72,6 +72,22 @@ class Dual:
             if start is not None and len(states) == self._graph.size(edge[1]):
                 self._messages[at : at + len(states)] = before._messages[start + states]
 
+    def resume(self, resumed: Resumed) -> None:
+        """Starts from the messages of another dual."""
+        before, places = resumed
+        known: dict[int, IntArray] = {}
+        for edge, at in self._places.messages.items():
+            start, node = before._places.messages.get(edge), edge[1]
+            if start is None:
+                continue
+            if node not in known:
+                origin, own = before._graph.origin[node], places[node][self._graph.origin[node]]
+                found = np.minimum(np.searchsorted(origin, own), len(origin) - 1)
+                known[node] = np.where(origin[found] == own, found, -1)
+            at_node = known[node]
+            sent = self._messages[at : at + len(at_node)]
+            sent[:] = np.where(at_node >= 0, before._messages[start + at_node], sent)
+
     def _levels(self, forward: bool) -> dict[int, int]:
         """Returns the level of each node: nodes of one level send after all lower levels, and not to each other."""
         level = dict.fromkeys(self.nodes, 0)
@@ -145,20 +161,53 @@ class Dual:
             np.add.at(totals, batch.right.ravel(), change.ravel())
         messages[batch.into_right] = sent
 
-    def bound(self) -> Bound:
-        """Returns the bound of the present messages."""
+    def kept(self) -> tuple[FloatArray, FloatArray]:
+        """Returns a copy of the present messages and costs, of which `bound` can be asked later."""
+        return self._messages.copy(), self._costs.copy()
+
+    def value(self) -> float:
+        """Returns the value of the bound of the present messages, in half of the time."""
         if not self.nodes:
-            return Bound(0.0, {})
+            return 0.0
         self._graph.pool.allowance.charge(2 * self._work)
         totals = self._totals()[:-1]
+        value = float(np.minimum.reduceat(totals * self._own, self._firsts).sum()) - self._rounding(totals)
+        shared = totals * self._share
+        for batch in self._all:
+            value += float(np.add.reduce(np.minimum.reduce(self._left_on_rows(batch, shared), axis=0)))
+        return value
+
+    def _left_on_rows(self, batch: Batch, shared: FloatArray) -> FloatArray:
+        """Returns the least that is left of each row of a batch's tables, [row, edge]."""
+        rows = _least_of_rows(batch.tables, self._messages[batch.into_right] - shared[batch.right], batch.groups)
+        rows -= self._messages[batch.into_left]
+        return rows
+
+    def bound_of(self, kept: tuple[FloatArray, FloatArray]) -> Bound:
+        """Returns the bound of messages and costs that were `kept`."""
+        present = self._messages, self._costs
+        self._messages, self._costs = kept
+        found = self._bound()
+        self._messages, self._costs = present
+        return found
+
+    def bound(self) -> Bound:
+        """Returns the bound of the present messages."""
+        self._graph.pool.allowance.charge(2 * self._work if self.nodes else 0)
+        return self._bound()
+
+    def _bound(self) -> Bound:
+        if not self.nodes:
+            return Bound(0.0, {})
+        totals = self._totals()[:-1]
         # After a backward pass a node's costs belong in equal shares to its edges to the nodes before.
-        beliefs = totals * self._own
+        beliefs, shared = totals * self._own, totals * self._share
         lowest = np.minimum.reduceat(beliefs, self._firsts)
         value = float(lowest.sum()) - self._rounding(totals)
         beliefs -= np.repeat(lowest, np.diff(self._firsts, append=len(totals)))
         for batch in self._all:
             into_left = self._messages[batch.into_left]
-            into_right = self._messages[batch.into_right] - (totals * self._share)[batch.right]
+            into_right = self._messages[batch.into_right] - shared[batch.right]
             rows = _least_of_rows(batch.tables, into_right, batch.groups)
             rows -= into_left
             columns = _least(batch.tables, -into_left, batch.groups)
@@ -191,6 +240,16 @@ class Dual:
         for start, size, node in zip(self._firsts.tolist(), self._sizes, self.nodes, strict=True):
             states[node] = int(totals[start : start + size].argmin())
         return states
+
+
+class Resumed(NamedTuple):
+    """The dual of another graph with the same nodes, from whose messages one starts.
+
+    `places` has for each node the original state of the other graph that each original state of this one resembles, -1 for none.
+    """
+
+    dual: Dual
+    places: Sequence[IntArray]
 
 
 def _places(graph: CostGraph, nodes: Sequence[int], edges: Sequence[Link]) -> Places:

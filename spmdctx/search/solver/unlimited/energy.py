@@ -16,7 +16,7 @@ from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.dominance import discard, supported
-from spmdctx.search.solver.unlimited.dual import Bound, Dual
+from spmdctx.search.solver.unlimited.dual import Bound, Dual, Resumed
 from spmdctx.search.solver.unlimited.eliminate import Memo, eliminate, order
 from spmdctx.search.solver.unlimited.triples import Triples
 
@@ -43,6 +43,8 @@ _LOOSE = 4
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
 SWEEPS = (30, 20, 50, 100)
+FEW_SWEEPS = 5
+"""Sweeps after which a first look asks whether its bound is enough, and those of the first round from messages of a graph alike."""
 MORE_SWEEPS = 200
 """Sweeps of each further round, if the effort allows all rounds of `SWEEPS`."""
 MORE_WORK = 2e8
@@ -79,7 +81,8 @@ class SolverRun:
     """The limits, memo and counts that all solves of one problem share.
 
     `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
-    that is over, `left` the seconds that are left.
+    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless;
+    a bound is `enough` that makes more sweeps pointless.
     """
 
     effort: int = 2
@@ -91,6 +94,8 @@ class SolverRun:
     left: Callable[[], float | None] = lambda: None
     memo: Memo = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
+    keeps_states: bool = False
+    enough: float = np.inf
 
     def expired(self) -> bool:
         """Returns whether the time is over."""
@@ -127,16 +132,20 @@ class Minimisation:
     The graph is left as it is.
     """
 
-    def __init__(self, graph: CostGraph, search: SolverRun) -> None:
-        self._core, self._search = graph.copy(), search
+    def __init__(self, graph: CostGraph, search: SolverRun, resumed: Resumed | None = None) -> None:
+        self._core, self._search, self._resumed = graph.copy(), search, resumed
         self._is_possible = shrink(self._core, search)
         self._shells: _Shells | None = None
+
+    @property
+    def dual(self) -> Dual | None:
+        """The messages so far, of a search that keeps all states; None if it needed none."""
+        return self._shells.dual if self._shells is not None and self._search.keeps_states else None
 
     def run(self, *, narrow: bool = False) -> Minimum | None:
         """Returns the states of least cost, or the best found with its bound; None if every choice is infinite.
 
-        Args:
-            narrow: Whether plain elimination comes first for all that `is_narrow`.
+        If `narrow`, plain elimination comes first for all that `is_narrow`.
         """
         if not self._is_possible:
             return None
@@ -144,7 +153,7 @@ class Minimisation:
         if self._shells is None:
             found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK)
         if found is None:
-            self._shells = self._shells or _Shells(self._core, self._search)
+            self._shells = self._shells or _Shells(self._core, self._search, self._resumed)
             found = self._shells.run()
         return None if found is None else found._replace(states=self._core.complete(found.states))
 
@@ -182,7 +191,7 @@ class _Shells:
     `best` and `bound` include the graph's constant. `core` loses the states that the bound shows to be useless.
     """
 
-    def __init__(self, core: CostGraph, search: SolverRun) -> None:
+    def __init__(self, core: CostGraph, search: SolverRun, resumed: Resumed | None = None) -> None:
         self.core = core
         self.search = search
         self.best: Minimum | None = None
@@ -190,9 +199,11 @@ class _Shells:
         # States left out of the core cost at least this much.
         self._outside = np.inf
         self._smaller: list[CostGraph] = []
-        self._dual: Dual | None = Dual(core)
+        self.dual: Dual | None = Dual(core)
+        if resumed is not None:
+            self.dual.resume(resumed)
         self._of_messages: Bound | None = None
-        self._schedule = self._rounds()
+        self._schedule = self._rounds(is_resumed=resumed is not None)
 
     def run(self) -> Minimum | None:
         """Returns the best states; called again with a higher cutoff, it goes on where it stopped."""
@@ -200,12 +211,12 @@ class _Shells:
             num_sweeps = next(self._schedule, 0)
             if not num_sweeps:
                 break
-            if self._dual is not None and self._of_messages is not None:
-                self._dual = self._without_useless(self._dual, self._of_messages)
-            if self._dual is None:
+            if self.dual is not None and self._of_messages is not None:
+                self.dual = self._without_useless(self.dual, self._of_messages)
+            if self.dual is None:
                 break
-            self._of_messages = self._swept(self._dual, num_sweeps)
-        dual, bound = self._dual, self._of_messages
+            self._of_messages = self._swept(self.dual, num_sweeps)
+        dual, bound = self.dual, self._of_messages
         if dual is not None and bound is not None and not self._is_done() and not self.search.expired():
             self._tighten(dual, bound)
         if not self._is_done():
@@ -230,20 +241,25 @@ class _Shells:
         return not ((self._is_near() and self._closed(bound)) or self.search.expired())
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
-        dual.sweep(num_sweeps, self.search.expired)
-        self.search.count("sweeps", num_sweeps)
-        bound = dual.bound()
+        for part in (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(self.search.enough) else (num_sweeps,):
+            dual.sweep(part, self.search.expired)
+            self.search.count("sweeps", part)
+            bound = dual.bound()
+            if bound.value + self.core.base >= self.search.enough:
+                break
         self._raise(bound.value + self.core.base)
         states = dual.decode()
         value = descend(self.core, states)
         self._offer(Minimum(states, value + self.core.base, 0.0))
         return bound
 
-    def _rounds(self) -> Iterator[int]:
+    def _rounds(self, *, is_resumed: bool) -> Iterator[int]:
         """Yields the number of sweeps before each look at the bound.
 
         The numbers rise, and at the end sweeps go on as long as the bound rises.
         """
+        if is_resumed:
+            yield FEW_SWEEPS
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
@@ -318,6 +334,8 @@ class _Shells:
 
     def _without_useless(self, dual: Dual, bound: Bound) -> Dual | None:
         """Returns the messages on a core without the states that cost too much; None if that leaves nothing."""
+        if self.search.keeps_states:
+            return dual
         most = min(self.search.cutoff, np.inf if self.best is None else self.best.cost)
         kept = self._near(bound, most - self.core.base - bound.value)
         if sum(map(len, kept.values())) > _WORTH * sum(map(self.core.size, kept)):
