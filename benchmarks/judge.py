@@ -1,4 +1,4 @@
-"""Judges compiled TPU programs by what is in them, not by the planner's own prices: two step times and a peak of memory.
+"""Judges compiled programs for TPU and GPU by what is in them, not by the planner's own prices: two step times and a peak of memory.
 
     python -m benchmarks.judge FILE.hlo --topology v5p:2x2x2
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from benchmarks.judge_timeline import Pricing, Timeline, Walk
 from benchmarks.judge_work import Work
 from spmdctx.audit.hlo import read_module
 from spmdctx.machine.presets import topology as preset
+from spmdctx.machine.topology import Topology
 
 if TYPE_CHECKING:
     import jax
@@ -83,9 +84,7 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
     device = preset(chips.generation if isinstance(chips, Hosts) else f"tpu-{chips.generation}")
     clock = CLOCK_HZ.get(chips.generation, 1.0)
 
-    def roofline(work: Work) -> float:
-        return max(work.flops / device.peak_flops_per_s, work.hbm_bytes / device.memory_bytes_per_s)
-
+    roofline = roofline_of(device)
     by_cycles = Walk(module, chips, Pricing(lambda work: work.cycles / clock, lambda _: 0.0))
     cycles = by_cycles.run()
     by_roofline = Walk(module, chips, Pricing(roofline, lambda size: size / device.memory_bytes_per_s))
@@ -104,6 +103,16 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
         traffic=_traffic(line),
         unknown_loops=by_cycles.unknown_loops,
     )
+
+
+def roofline_of(device: Topology) -> Callable[[Work], float]:
+    """Seconds of an instruction's work: of its products, or of its bytes if these take longer."""
+
+    def seconds(work: Work) -> float:
+        products = (work.flops - work.wide_flops) / device.peak_flops_per_s + work.wide_flops / device.float32_flops_per_s
+        return max(products, work.hbm_bytes / device.memory_bytes_per_s)
+
+    return seconds
 
 
 def _traffic(line: Timeline) -> tuple[dict[str, Any], ...]:

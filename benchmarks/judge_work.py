@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.judge_library import library_bytes, library_flops, library_kind
 from spmdctx.audit.hlo import Computation, Instruction, Module, read_leaves
+from spmdctx.ir.graph import item_bytes
 
 _ARRAY = re.compile(r"\b[a-z][a-z0-9]*\[[\d,]*\](?:\{[^}]*\})?")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -22,25 +24,39 @@ _PICKING = ("dynamic-slice", "slice", "gather")
 
 _NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call"
 FREE = frozenset(_NAMES.split())
-"""Opcodes that take no time of their own (custom calls of a scheduled TPU program join or mark buffers)."""
+"""Opcodes that take no time of their own, but calls of libraries (custom calls of a scheduled TPU program join or mark buffers)."""
 
 
 class Work(NamedTuple):
-    """Of one execution on one device."""
+    """Of one execution on one device; `wide_flops` are those of `flops` on operands of four bytes or more."""
 
     flops: float
     hbm_bytes: float
     cycles: float
+    wide_flops: float = 0.0
 
 
 def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
     """What an instruction does; nothing for those that only name buffers."""
+    if library_kind(instruction):
+        operands = [leaf for name in instruction.operands for leaf in computation.instructions[name].leaves]
+        flops = library_flops(instruction, operands, _convolution_flops)
+        return Work(flops, library_bytes(instruction, operands), 0.0, flops if _is_wide(operands[0].dtype) else 0.0)
     if instruction.opcode in FREE:
         return Work(0.0, 0.0, 0.0)
     found = _CYCLES.search(instruction.attributes)
     called = _called(instruction, module)
-    flops = _flops(called, module) if called else _product_flops(instruction, computation)
-    return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0)
+    flops, wide = _flops(called, module) if called else _narrow_and_wide(instruction, computation)
+    return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0, wide)
+
+
+def _is_wide(dtype: str) -> bool:
+    return item_bytes(dtype) > 2
+
+
+def _narrow_and_wide(one: Instruction, computation: Computation) -> tuple[float, float]:
+    flops = _product_flops(one, computation)
+    return flops, flops if flops and _is_wide(computation.instructions[one.operands[0]].leaves[0].dtype) else 0.0
 
 
 def hbm_size(shape: str) -> int:
@@ -63,16 +79,37 @@ def _called(instruction: Instruction, module: Module) -> Computation | None:
 
 
 def _hbm_bytes(instruction: Instruction, computation: Computation, called: Computation | None, module: Module) -> float:
-    reads = 0.0
-    for position, name in enumerate(instruction.operands):
-        operand = computation.instructions.get(name)
-        if operand is not None and not operand.shape.startswith("("):
-            whole = hbm_size(operand.shape)
-            reads += min(whole, _picked(called, position, module)) if called and whole else whole
-    if instruction.opcode in _PICKING:
-        reads = hbm_size(instruction.shape)
     updated = _update(called)
-    return 2.0 * updated if updated is not None else reads + _written(instruction, called)
+    if updated is not None:
+        return 2.0 * updated
+    reads = [_read(position, instruction, computation, called, module) for position in range(len(instruction.operands))]
+    if instruction.opcode in _PICKING:
+        reads = [hbm_size(instruction.shape)]
+    scattered = _scattered(instruction, computation, called)
+    if scattered is not None:
+        # A scatter adds to its first operand in place: it reads and writes the rows that it meets.
+        place, size = scattered
+        return sum(reads[:place] + reads[place + 1 :]) + 2.0 * min(size, hbm_size(instruction.shape))
+    return sum(reads) + _written(instruction, called)
+
+
+def _read(position: int, instruction: Instruction, computation: Computation, called: Computation | None, module: Module) -> float:
+    operand = computation.instructions.get(instruction.operands[position])
+    if operand is None or operand.shape.startswith("("):
+        return 0.0
+    whole = hbm_size(operand.shape)
+    return min(whole, _picked(called, position, module)) if called and whole else whole
+
+
+def _scattered(instruction: Instruction, computation: Computation, called: Computation | None) -> tuple[int, int] | None:
+    """The operand into which a scatter, or a fusion that ends in one, adds, and the bytes of what it adds."""
+    one, home = (called.root, called) if called and called.root else (instruction, computation)
+    if one.opcode != "scatter" or len(one.operands) != 3:
+        return None
+    if called and one.operands[0] not in called.parameters:
+        return None
+    size = full_size(home.instructions[one.operands[2]].shape)
+    return called.parameters.index(one.operands[0]) if called else 0, size
 
 
 def _written(instruction: Instruction, called: Computation | None) -> int:
@@ -115,20 +152,33 @@ def _picked_by(user: Instruction, name: str, module: Module) -> float:
 
 
 def _update(called: Computation | None) -> int | None:
-    """Bytes of the update, where a fusion writes into a part of a buffer in place."""
-    root = called.root if called else None
-    if called is None or root is None or root.opcode != "dynamic-update-slice":
+    """Bytes of the updates, where a fusion writes into parts of buffers in place."""
+    if called is None or called.root is None:
         return None
-    update = called.instructions.get(root.operands[1])
-    return full_size(update.shape) if update else None
+    root = called.root
+    made = [_behind_names(called, name) for name in root.operands] if root.opcode == "tuple" else [_behind_names(called, root.name)]
+    if any(one.opcode != "dynamic-update-slice" for one in made):
+        return None
+    updates = [called.instructions.get(one.operands[1]) for one in made]
+    return sum(full_size(one.shape) for one in updates if one) if all(updates) else None
 
 
-def _flops(computation: Computation, module: Module) -> float:
-    total = 0.0
+def _behind_names(called: Computation, name: str) -> Instruction:
+    """The instruction that makes a value, behind those that only name it otherwise."""
+    one = called.instructions[name]
+    while one.opcode == "bitcast":
+        one = called.instructions[one.operands[0]]
+    return one
+
+
+def _flops(computation: Computation, module: Module) -> tuple[float, float]:
+    """FLOPs of the products of a fusion, and those of them on wide operands."""
+    total = wide = 0.0
     for one in computation.instructions.values():
         inner = _called(one, module)
-        total += _flops(inner, module) if inner else _product_flops(one, computation)
-    return total
+        own = _flops(inner, module) if inner else _narrow_and_wide(one, computation)
+        total, wide = total + own[0], wide + own[1]
+    return total, wide
 
 
 def _product_flops(one: Instruction, computation: Computation) -> float:
