@@ -41,7 +41,7 @@ def _batch_norm(x: Any, weights: Any) -> Any:
     return ((wide - mean) * lax.rsqrt(square - mean * mean + 1e-5) * weights[0] + weights[1]).astype(x.dtype)
 
 
-def resnet(devices: int, depths: tuple[int, ...] = (2, 2, 3, 2), each: int = 64) -> Program:
+def resnet(devices: int, depths: tuple[int, ...] = (2, 2, 3, 2), each: int = 256) -> Program:
     """Bottlenecks on pictures of 224, with statistics of the batch (ResNet)."""
     batch = each * devices
 
@@ -73,7 +73,7 @@ def resnet(devices: int, depths: tuple[int, ...] = (2, 2, 3, 2), each: int = 64)
     return *_adam(loss, weights, _floats(batch, 224, 224, 3), _ints(batch)), 1000
 
 
-def convnext(devices: int, depths: tuple[int, ...] = (2, 2, 4, 2), each: int = 32) -> Program:
+def convnext(devices: int, depths: tuple[int, ...] = (2, 2, 4, 2), each: int = 192) -> Program:
     """Depthwise convolutions of 7 x 7 and wide pointwise products, with layer normalisation (ConvNeXt)."""
     batch = each * devices
 
@@ -133,7 +133,7 @@ def _group_norm(x: Any, weights: Any, groups: int = 32) -> Any:
     return (((wide - mean) * lax.rsqrt(square - mean * mean + 1e-5)).reshape(x.shape) * weights[0] + weights[1]).astype(x.dtype)
 
 
-def diffusion(devices: int, widths: tuple[int, ...] = (192, 384, 384), image: int = 64, each: int = 16) -> Program:
+def diffusion(devices: int, widths: tuple[int, ...] = (192, 384, 384), image: int = 64, each: int = 64) -> Program:
     """A U-Net with attention at its lowest level, as diffusion models of pictures have."""
     batch = each * devices
 
@@ -177,7 +177,7 @@ def diffusion(devices: int, widths: tuple[int, ...] = (192, 384, 384), image: in
     return *_adam(loss, weights, pictures, _floats(batch), pictures), 1000
 
 
-def graph(devices: int, rounds: int = 3, width: int = 128, each: int = 40000, degree: int = 12) -> Program:
+def graph(devices: int, rounds: int = 3, width: int = 128, each: int = 120000, degree: int = 12) -> Program:
     """Messages along the edges of a graph, summed at their receivers with segment_sum, in float32."""
     nodes, edges = each * devices, each * devices * degree
 
@@ -223,7 +223,7 @@ def lstm(devices: int, layers: int = 2, width: int = 1024, length: int = 128, ea
     return *_adam(loss, weights, _ints(length + 1, batch)), 10000
 
 
-def translator(devices: int, layers: int = 3, width: int = 768, heads: int = 12, length: int = 512, each: int = 12) -> Program:
+def translator(devices: int, layers: int = 3, width: int = 768, heads: int = 12, length: int = 512, each: int = 24) -> Program:
     """An encoder and a decoder with one bias by distance each, as T5 has."""
     batch = each * devices
 
@@ -263,7 +263,7 @@ def dit(devices: int) -> Program:
 
 def evoformer(devices: int) -> Program:
     """Pairs and alignments in float32, each block computed again."""
-    return *plan_programs.evoformer(devices, blocks=2), 23
+    return *plan_programs.evoformer(2 * devices, blocks=2), 23
 
 
 PROGRAMS: dict[str, Callable[[int], Program]] = {
