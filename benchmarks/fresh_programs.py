@@ -256,17 +256,17 @@ def translator(devices: int, layers: int = 3, width: int = 768, heads: int = 12,
     return *_adam(loss, _arrays(shapes), _ints(batch, length), _ints(batch, length)), 32128
 
 
-def dit(devices: int) -> Program:
+def dit(devices: int, layers: int = 6, each: int = 24) -> Program:
     """A diffusion transformer in float32."""
-    return *plan_programs.dit(24 * devices, layers=6), 1000
+    return *plan_programs.dit(each * devices, layers=layers), 1000
 
 
-def evoformer(devices: int) -> Program:
+def evoformer(devices: int, blocks: int = 2, each: int = 2) -> Program:
     """Pairs and alignments in float32, each block computed again."""
-    return *plan_programs.evoformer(2 * devices, blocks=2), 23
+    return *plan_programs.evoformer(each * devices, blocks=blocks), 23
 
 
-PROGRAMS: dict[str, Callable[[int], Program]] = {
+PROGRAMS: dict[str, Callable[..., Program]] = {
     "resnet": resnet,
     "convnext": convnext,
     "vit197": vit197,
@@ -278,6 +278,19 @@ PROGRAMS: dict[str, Callable[[int], Program]] = {
     "evoformer": evoformer,
 }
 """Name to the function of the number of devices."""
+
+SHALLOW: dict[str, dict[str, Any]] = {
+    "resnet": {"depths": (1, 1, 1, 1), "each": 64},
+    "convnext": {"depths": (1, 1, 1, 1), "each": 32},
+    "vit197": {"layers": 2, "each": 64},
+    "dit": {"layers": 2, "each": 16},
+    "diffusion": {"widths": (128, 256), "each": 16},
+    "graph": {"rounds": 2, "each": 20000},
+    "lstm": {"layers": 1, "each": 128},
+    "translator": {"layers": 1, "each": 8},
+    "evoformer": {"blocks": 1, "each": 1},
+}
+"""Sizes with few layers, which compile fast."""
 
 
 def values_of(arguments: Any, limit: int) -> Any:
