@@ -144,7 +144,7 @@ def diffusion(devices: int, widths: tuple[int, ...] = (192, 384, 384), image: in
 
     def attend(weights: Weights, x: Any) -> Any:
         y = _group_norm(x, weights["n"]).reshape(batch, -1, x.shape[-1])
-        return x + _mixed(weights, y, y, 6).reshape(x.shape)
+        return x + _mixed(weights, y, y, x.shape[-1] // 64).reshape(x.shape)
 
     def loss(weights: Weights, pictures: Any, times: Any, noise: Any) -> Any:
         waves = times[:, None] * jnp.exp(-jnp.arange(96) / 12.0)
@@ -213,6 +213,7 @@ def lstm(devices: int, layers: int = 2, width: int = 1024, length: int = 128, ea
         return lax.scan(cell, (start, start), inputs)[1]
 
     def loss(weights: Weights, words: Any) -> Any:
+        words = words.T
         x = weights["table"].astype(LOW)[words[:-1]]
         for one in weights["layers"]:
             x = layer(one, x)
@@ -220,7 +221,7 @@ def lstm(devices: int, layers: int = 2, width: int = 1024, length: int = 128, ea
 
     block = {"in": (width, 4 * width), "own": (width, 4 * width), "bias": (4 * width,)}
     weights = _arrays({"table": (10000, width), "layers": [block] * layers, "head": (width, 10000)})
-    return *_adam(loss, weights, _ints(length + 1, batch)), 10000
+    return *_adam(loss, weights, _ints(batch, length + 1)), 10000
 
 
 def translator(devices: int, layers: int = 3, width: int = 768, heads: int = 12, length: int = 512, each: int = 24) -> Program:
@@ -266,6 +267,41 @@ def evoformer(devices: int, blocks: int = 2, each: int = 2) -> Program:
     return *plan_programs.evoformer(each * devices, blocks=blocks), 23
 
 
+def mixer(devices: int, layers: int = 6, width: int = 768, each: int = 96) -> Program:
+    """Products along the patches and along the features in turn, with layers' biases (MLP-Mixer)."""
+    batch = each * devices
+
+    def loss(weights: Weights, pictures: Any, labels: Any) -> Any:
+        patches = pictures.reshape(batch, 14, 16, 14, 16, 3).transpose(0, 1, 3, 2, 4, 5).reshape(batch, 196, 768).astype(LOW)
+        x = patches @ weights["patch"].astype(LOW)
+        for one in weights["layers"]:
+            low = jax.tree.map(lambda leaf: leaf.astype(LOW), one)
+            y = _norm(x, low["n1"]).swapaxes(1, 2)
+            x = x + (jax.nn.gelu(y @ low["along"] + low["b1"]) @ low["back"]).swapaxes(1, 2)
+            x = x + jax.nn.gelu(_norm(x, low["n2"]) @ low["up"] + low["b2"]) @ low["down"]
+        return _cross_entropy(jnp.mean(x.astype(jnp.float32), 1) @ weights["head"], labels)
+
+    block = {"along": (196, 384), "back": (384, 196), "b1": (384,), "n1": (width,), "n2": (width,)}
+    block |= {"up": (width, 4 * width), "down": (4 * width, width), "b2": (4 * width,)}
+    shapes = {"patch": (768, width), "head": (width, 1000), "layers": [block] * layers}
+    return *_adam(loss, _arrays(shapes), _floats(batch, 224, 224, 3), _ints(batch)), 1000
+
+
+def decoder(devices: int, layers: int = 6, each: int = 6) -> Program:
+    """A LLaMA-like decoder whose scanned layers are computed again."""
+    return *plan_programs.decoder(each * devices, layers, 1024, 2816, 16, scan=True), 32000
+
+
+def moe(devices: int, layers: int = 2, each: int = 6) -> Program:
+    """A decoder with a choice of two experts of sixteen."""
+    return *plan_programs.moe(each * devices, layers=layers, features=1024), 32000
+
+
+def mamba(devices: int, layers: int = 2, each: int = 2) -> Program:
+    """Selective state spaces in float32, by associative scans."""
+    return *plan_programs.mamba(each * devices, layers=layers), 32000
+
+
 PROGRAMS: dict[str, Callable[..., Program]] = {
     "resnet": resnet,
     "convnext": convnext,
@@ -276,6 +312,10 @@ PROGRAMS: dict[str, Callable[..., Program]] = {
     "lstm": lstm,
     "translator": translator,
     "evoformer": evoformer,
+    "mixer": mixer,
+    "decoder": decoder,
+    "moe": moe,
+    "mamba": mamba,
 }
 """Name to the function of the number of devices."""
 
@@ -289,6 +329,10 @@ SHALLOW: dict[str, dict[str, Any]] = {
     "lstm": {"layers": 1, "each": 128},
     "translator": {"layers": 1, "each": 8},
     "evoformer": {"blocks": 1, "each": 1},
+    "mixer": {"layers": 2, "each": 64},
+    "decoder": {"layers": 2, "each": 2},
+    "moe": {"layers": 1, "each": 2},
+    "mamba": {"layers": 1, "each": 1},
 }
 """Sizes with few layers, which compile fast."""
 

@@ -22,7 +22,7 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _PICKING = ("dynamic-slice", "slice", "gather")
 
-_NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call"
+_NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call fusion-done"
 FREE = frozenset(_NAMES.split())
 """Opcodes that take no time of their own, but calls of libraries (custom calls of a scheduled TPU program join or mark buffers)."""
 
@@ -46,6 +46,9 @@ def work_of(instruction: Instruction, computation: Computation, module: Module) 
         return Work(0.0, 0.0, 0.0)
     found = _CYCLES.search(instruction.attributes)
     called = _called(instruction, module)
+    if instruction.opcode == "fusion-start" and called and called.root:
+        # GPUs run it beside others; its own shape lists the operands, too.
+        instruction = instruction._replace(shape=called.root.shape)
     flops, wide = _flops(called, module) if called else _narrow_and_wide(instruction, computation)
     return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0, wide)
 
@@ -74,7 +77,7 @@ def _size(text: str) -> int:
 
 
 def _called(instruction: Instruction, module: Module) -> Computation | None:
-    names = instruction.callees("calls") if instruction.opcode == "fusion" else ()
+    names = instruction.callees("calls") if instruction.opcode in ("fusion", "fusion-start") else ()
     return module.computations.get(names[0]) if names else None
 
 
@@ -112,16 +115,25 @@ def _scattered(instruction: Instruction, computation: Computation, called: Compu
     return called.parameters.index(one.operands[0]) if called else 0, size
 
 
-def _written(instruction: Instruction, called: Computation | None) -> int:
-    """Bytes of the results; those of a collective inside, or that are only passed through it, are the collective's."""
+def _written(instruction: Instruction, called: Computation | None) -> float:
+    """Bytes of the results, of a part written in place only the part; those of a collective inside, or passed through it, are its own."""
     if called is None or called.root is None:
         return hbm_size(instruction.shape)
     root = called.root
     made = [called.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     results = _ARRAY.findall(instruction.shape)
-    if len(results) != len(made) or not any(map(_is_collective, called.instructions.values())):
+    if len(results) != len(made):
         return 0 if _is_collective(root) else hbm_size(instruction.shape)
-    return sum(hbm_size(shape) for shape, one in zip(results, made, strict=True) if not _is_collective(one) and one.opcode != "parameter")
+    apart = any(map(_is_collective, called.instructions.values()))
+    kept = [not (apart and (_is_collective(one) or one.opcode == "parameter")) for one in made]
+    return sum(min(hbm_size(shape), _part(called, one)) for shape, one, own in zip(results, made, kept, strict=True) if own)
+
+
+def _part(called: Computation, one: Instruction) -> float:
+    """Bytes of the update, where a result is a buffer into which a part is written."""
+    source = _behind_names(called, one.name)
+    update = called.instructions.get(source.operands[1]) if source.opcode == "dynamic-update-slice" else None
+    return full_size(update.shape) if update else math.inf
 
 
 def _is_collective(one: Instruction) -> bool:
@@ -131,20 +143,28 @@ def _is_collective(one: Instruction) -> bool:
 def _picked(called: Computation, position: int, module: Module) -> float:
     """Bytes that a fusion reads of an operand: those of the slices, where it, or a fusion inside, only takes slices of it.
 
-    None of a collective's.
+    None of a collective's, and of a buffer into which it writes a part.
     """
     parameters = called.parameters
     if position >= len(parameters):
         return math.inf
-    users = [one for one in called.instructions.values() if parameters[position] in one.operands]
+    return _picked_as(parameters[position], called, module)
+
+
+def _picked_as(name: str, called: Computation, module: Module) -> float:
+    users = [one for one in called.instructions.values() if name in one.operands]
     if any(map(_is_collective, called.instructions.values())):
         users = [one for one in users if not _is_collective(one) and one.opcode != "tuple"]
         if not users:
             return 0.0
-    return sum(_picked_by(one, parameters[position], module) for one in users) if users else math.inf
+    return sum(_picked_by(one, name, called, module) for one in users) if users else math.inf
 
 
-def _picked_by(user: Instruction, name: str, module: Module) -> float:
+def _picked_by(user: Instruction, name: str, home: Computation, module: Module) -> float:
+    if user.opcode == "bitcast" and not user.is_root:
+        return _picked_as(user.name, home, module)
+    if user.opcode == "dynamic-update-slice" and name not in user.operands[1:]:
+        return 0.0
     inner = _called(user, module)
     if inner is not None:
         return sum(_picked(inner, place, module) for place, operand in enumerate(user.operands) if operand == name)
