@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
 
 
+_LONG_KERNELS = 2.5
+"""How much longer a product's kernel takes to begin and to end than others (`device_kinds`, one H200)."""
+
+
 @dataclass(frozen=True)
 class Judgement:
     """Seconds of a step on one device, its parts, and its memory.
@@ -106,11 +110,15 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
 
 
 def roofline_of(device: Topology) -> Callable[[Work], float]:
-    """Seconds of an instruction's work: of its products, or of its bytes if these take longer."""
+    """Seconds of an instruction's work: of its products, or of its bytes if these take longer; and those that every kernel takes."""
+    slow = device.memory_bytes_per_s * device.gathered_share
+    rates = dict.fromkeys(("reduction", "gather"), slow)
 
     def seconds(work: Work) -> float:
         products = (work.flops - work.wide_flops) / device.peak_flops_per_s + work.wide_flops / device.float32_flops_per_s
-        return max(products, work.hbm_bytes / device.memory_bytes_per_s)
+        longest = max(products, work.hbm_bytes / rates.get(work.kind, device.memory_bytes_per_s))
+        kernels = _LONG_KERNELS if work.kind in ("product", "convolution") else 1.0
+        return longest + kernels * device.kernel_s if longest else 0.0
 
     return seconds
 

@@ -10,8 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from benchmarks.judge_library import library_kind
-from benchmarks.judge_timeline import KINDS as COLLECTIVES
+from benchmarks.judge_library import is_collective, library_kind
 from benchmarks.judge_work import FREE, Work, work_of
 from spmdctx.audit.hlo import Computation, Instruction, Module
 from spmdctx.audit.loops import trip_count
@@ -22,30 +21,20 @@ from spmdctx.ir.primitives import CONTRACTIONS, KERNELS
 ORDER = ("product", "convolution", "fusion", "reduction", "transpose", "gather", "sort", "collective")
 """The kinds, of which an instruction has the first that fits: a fusion that holds a product is a product."""
 
-_OPCODES = {
-    "dot": "product",
-    "ragged-dot": "product",
-    "convolution": "convolution",
-    "sort": "sort",
-    "scatter": "gather",
-    "gather": "gather",
-    "reduce": "reduction",
-    "reduce-window": "reduction",
-    "select-and-scatter": "reduction",
-    "transpose": "transpose",
-    "copy": "transpose",
-}
-_RANK = ("product", "convolution", "attention", "sort", "gather", "reduction", "transpose")
 _HOLDERS = frozenset({"while", "conditional", "call", "async-start", "async-done", "async-update"})
 
 
 class Judged(NamedTuple):
-    """One instruction, its kind, its work in one execution, and how often a step executes it."""
+    """One instruction, its work in one execution, and how often a step executes it."""
 
     instruction: Instruction
-    kind: str
     work: Work
     repeats: int
+
+    @property
+    def kind(self) -> str:
+        """The kind of the instruction."""
+        return "collective" if is_collective(self.instruction) else self.work.kind
 
 
 def judged_instructions(module: Module) -> Iterator[Judged]:
@@ -64,24 +53,7 @@ def _judged(computation: Computation, module: Module, repeats: int) -> Iterator[
             for name in called[:1]:
                 yield from _judged(module.computations[name], module, repeats)
         elif one.opcode not in FREE or library_kind(one):
-            yield Judged(one, kind_of(one, module), work_of(one, computation, module), repeats)
-
-
-def kind_of(instruction: Instruction, module: Module) -> str:
-    """The kind of an instruction; a product of a batch that TPU's compiler writes as a convolution is a product."""
-    if instruction.opcode.removesuffix("-start").removesuffix("-done") in COLLECTIVES:
-        return "collective"
-    found = {library_kind(instruction) or _OPCODES.get(instruction.opcode, "fusion")}
-    for name in instruction.callees("calls"):
-        for inner in module.computations[name].instructions.values():
-            if inner.opcode == "fusion":
-                found.add(kind_of(inner, module))
-            elif inner.opcode == "convolution" and 'op_name="' in inner.attributes and "conv_general" not in inner.attributes:
-                found.add("product")
-            else:
-                found.add(_OPCODES.get(inner.opcode, "fusion"))
-    kind = next((kind for kind in _RANK if kind in found), "fusion")
-    return "product" if kind == "attention" else kind
+            yield Judged(one, work_of(one, computation, module), repeats)
 
 
 def judged_by_kind(module: Module, seconds: Callable[[Work], float]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What calls of cuBLAS and cuDNN do: FLOPs from the call's own description, bytes of its operands and results without its workspace."""
+"""The kinds of instructions, and what calls of cuBLAS and cuDNN do: FLOPs from the call's own description, bytes without its workspace."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 
-from spmdctx.audit.hlo import Instruction, Leaf
+from spmdctx.audit.hlo import Instruction, Leaf, Module
 
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
@@ -64,3 +64,40 @@ def _attention_flops(instruction: Instruction, operands: Sequence[Leaf]) -> floa
     batch, length, heads, features = operands[0].shape
     products = 5 if "Backward" in instruction.attributes else 2
     return 2.0 * products * batch * heads * length * operands[1].shape[1] * features
+
+
+_OPCODES = {
+    "dot": "product",
+    "ragged-dot": "product",
+    "convolution": "convolution",
+    "sort": "sort",
+    "scatter": "gather",
+    "gather": "gather",
+    "reduce": "reduction",
+    "reduce-window": "reduction",
+    "select-and-scatter": "reduction",
+    "transpose": "transpose",
+    "copy": "transpose",
+}
+_RANK = ("product", "convolution", "attention", "sort", "gather", "reduction", "transpose")
+_COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
+
+
+def is_collective(instruction: Instruction) -> bool:
+    """Whether an instruction is a collective, or begins or ends one."""
+    return instruction.opcode.startswith(_COLLECTIVES)
+
+
+def kind_of(instruction: Instruction, module: Module) -> str:
+    """The kind of an instruction; a product of a batch that TPU's compiler writes as a convolution is a product."""
+    found = {library_kind(instruction) or _OPCODES.get(instruction.opcode, "fusion")}
+    for name in instruction.callees("calls"):
+        for inner in module.computations[name].instructions.values():
+            if inner.opcode == "fusion":
+                found.add(kind_of(inner, module))
+            elif inner.opcode == "convolution" and 'op_name="' in inner.attributes and "conv_general" not in inner.attributes:
+                found.add("product")
+            else:
+                found.add(_OPCODES.get(inner.opcode, "fusion"))
+    kind = next((kind for kind in _RANK if kind in found), "fusion")
+    return "product" if kind == "attention" else kind

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.judge_library import library_bytes, library_flops, library_kind
+from benchmarks.judge_library import kind_of, library_bytes, library_flops, library_kind
 from spmdctx.audit.hlo import Computation, Instruction, Module, read_leaves
 from spmdctx.ir.graph import item_bytes
 
@@ -22,18 +22,19 @@ _CONTRACTED = re.compile(r"lhs_contracting_dims=\{([\d,]*)\}")
 _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _PICKING = ("dynamic-slice", "slice", "gather")
 
-_NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call fusion-done"
-FREE = frozenset(_NAMES.split())
+_NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call"
+FREE = frozenset({*_NAMES.split(), "fusion-done"})
 """Opcodes that take no time of their own, but calls of libraries (custom calls of a scheduled TPU program join or mark buffers)."""
 
 
 class Work(NamedTuple):
-    """Of one execution on one device; `wide_flops` are those of `flops` on operands of four bytes or more."""
+    """Of one execution on one device; `wide_flops` are those of `flops` on operands of four bytes or more, `kind` is of `judge_kinds`."""
 
     flops: float
     hbm_bytes: float
     cycles: float
     wide_flops: float = 0.0
+    kind: str = ""
 
 
 def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
@@ -41,7 +42,8 @@ def work_of(instruction: Instruction, computation: Computation, module: Module) 
     if library_kind(instruction):
         operands = [leaf for name in instruction.operands for leaf in computation.instructions[name].leaves]
         flops = library_flops(instruction, operands, _convolution_flops)
-        return Work(flops, library_bytes(instruction, operands), 0.0, flops if _is_wide(operands[0].dtype) else 0.0)
+        wide = flops if _is_wide(operands[0].dtype) else 0.0
+        return Work(flops, library_bytes(instruction, operands), 0.0, wide, kind_of(instruction, module))
     if instruction.opcode in FREE:
         return Work(0.0, 0.0, 0.0)
     found = _CYCLES.search(instruction.attributes)
@@ -50,7 +52,8 @@ def work_of(instruction: Instruction, computation: Computation, module: Module) 
         # GPUs run it beside others; its own shape lists the operands, too.
         instruction = instruction._replace(shape=called.root.shape)
     flops, wide = _flops(called, module) if called else _narrow_and_wide(instruction, computation)
-    return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0, wide)
+    cycles = float(found.group(1)) if found else 0.0
+    return Work(flops, _hbm_bytes(instruction, computation, called, module), cycles, wide, kind_of(instruction, module))
 
 
 def _is_wide(dtype: str) -> bool:

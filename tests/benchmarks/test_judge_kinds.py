@@ -1,5 +1,7 @@
 """The judge reads programs for GPUs: calls of libraries, products of Triton, what is written in place; and tells kinds of ops apart."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,7 +59,7 @@ def test_calls_of_libraries_count_without_their_workspace(body, kind, work):
 
 
 def test_products_of_wide_numbers_take_the_rate_of_wide_numbers():
-    h100 = topology("h100")
+    h100 = replace(topology("h100"), kernel_s=0.0)
     narrow, wide = (only(program(GEMM.replace("bf16", dtype))).work for dtype in ("bf16", "f32"))
     assert (narrow.wide_flops, wide.wide_flops) == (0.0, wide.flops)
     seconds = roofline_of(h100)
@@ -162,8 +164,9 @@ ENTRY %main (p: f32[128,256], zero: f32[], first: (s32[], f32[128,256])) -> f32[
 def test_seconds_add_up_by_kind_with_loops_and_without_collectives():
     h100, size = topology("h100"), 128 * 256 * 4
     seconds = judged_by_kind(read_module(KINDS), roofline_of(h100))
-    moved = {"fusion": 5 * 2 * size, "reduction": size + 4 + 128 * 4, "sort": 2 * size, "transpose": 2 * size}
-    assert {kind: one * h100.memory_bytes_per_s for kind, one in seconds.items()} == pytest.approx(moved)
+    moved = {"fusion": 5 * 2 * size, "reduction": (size + 4 + 128 * 4) / h100.gathered_share, "sort": 2 * size, "transpose": 2 * size}
+    kernels = {kind: (5 if kind == "fusion" else 1) * h100.kernel_s for kind in moved}
+    assert seconds == pytest.approx({kind: one / h100.memory_bytes_per_s + kernels[kind] for kind, one in moved.items()})
     assert sum(seconds.values()) == pytest.approx(judge_text(KINDS, H100_HOSTS).roofline_compute_s)
 
 
@@ -177,6 +180,18 @@ def test_planned_seconds_by_kind_are_those_of_the_plan():
     kinds = planned_by_kind((entry.planned, entry.environment.settings.topology))
     assert sum(kinds.values()) == pytest.approx(one.plan(*shapes).cost.total_s)
     assert {kind for kind, seconds in kinds.items() if seconds} >= {"product", "reduction", "gather", "sort"}
+
+
+def test_a_fusion_beside_others_counts_where_it_starts():
+    text = program(
+        parameters("f32[1000,8]{1,0}", "s32[40,1]{1,0}", "f32[40,8]{1,0}")
+        + """  %start = ((f32[1000,8]{1,0}, s32[40,1]{1,0}, \
+f32[40,8]{1,0}), f32[1000,8]{1,0}, u32[]) fusion-start(%p0, %p1, %p2), kind=kLoop, calls=%adding
+  ROOT %end = f32[1000,8]{1,0} fusion-done(%start)
+""",
+        ADDING,
+    )
+    assert only(text).work.hbm_bytes == 40 * 4 + 3 * 40 * 8 * 4
 
 
 @pytest.mark.parametrize(
