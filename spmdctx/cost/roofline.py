@@ -44,8 +44,8 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     if op.primitive in KERNELS:
         return max(longest, op.flops / math.prod(slices) / _matrix_rate(graph, op, topology))
     if op.primitive in MATRIX_PRODUCTS:
-        if topology.unaligned_share < 1 and _is_unaligned(graph, op, slices):
-            longest /= topology.unaligned_share
+        if topology.unaligned_share < 1:
+            longest = _unaligned_s(graph, op, slices, topology, longest)
         longest = max(longest, _product_time_s(graph, op, slices, topology))
     return longest + _kernel_s(op, topology) if topology.kernel_s and longest else longest
 
@@ -69,15 +69,23 @@ _ROW_BYTES = 16
 """GPUs read and write rows in pieces of so many bytes."""
 
 
-def _is_unaligned(graph: Graph, op: Op, slices: Slices) -> bool:
-    """Returns whether rows of a product's tensors, or the channels that a convolution sums, are no multiple of 16 bytes on a device."""
-    tensors = zip((*op.operands[:2], op.results[0]), (*op.rule.operands[:2], op.rule.results[0]), strict=True)
-    if op.primitive == "conv_general_dilated":
-        summed = {factor for dim in op.rule.operands[1] for factor in dim} - {factor for dim in op.rule.results[0] for factor in dim}
-        size = math.prod(-(-op.rule.sizes[factor] // slices[factor]) for factor in summed)
-        return size * item_bytes(graph.values[op.results[0]].dtype) % _ROW_BYTES != 0
-    rows = [(graph.values[value], dims[-1]) for value, dims in tensors if value != LITERAL and dims]
-    return any(_elements(known.shape[-1:], (last,), slices) * item_bytes(known.dtype) % _ROW_BYTES for known, last in rows)
+def _unaligned_s(graph: Graph, op: Op, slices: Slices, topology: Topology, memory_s: float) -> float:
+    """Returns the seconds in which a GPU moves a product's tensors, which take `memory_s` if their rows are multiples of 16 bytes.
+
+    A convolution of each channel by itself is no matrix product there.
+    """
+    if op.primitive != "conv_general_dilated":
+        tensors = zip((*op.operands[:2], op.results[0]), (*op.rule.operands[:2], op.rule.results[0]), strict=True)
+        rows = [(graph.values[value], dims[-1:]) for value, dims in tensors if value != LITERAL and dims]
+        uneven = any(_elements(known.shape[-1:], last, slices) * item_bytes(known.dtype) % _ROW_BYTES for known, last in rows)
+        return memory_s / topology.unaligned_share if uneven else memory_s
+    made = {factor for dim in op.rule.results[0] for factor in dim}
+    summed = {factor for dim in op.rule.operands[1] for factor in dim} - made
+    channels = math.prod(-(-op.rule.sizes[factor] // slices[factor]) for factor in summed)
+    if channels * item_bytes(graph.values[op.results[0]].dtype) % _ROW_BYTES == 0:
+        return memory_s
+    vector_s = op.flops / math.prod(slices) / topology.vector_flops_per_s if channels == 1 else 0.0
+    return max(memory_s, vector_s) / topology.unaligned_share
 
 
 def least_device_s(graph: Graph, op: Op, topology: Topology) -> float:

@@ -119,9 +119,7 @@ H100 = PRESETS["h100"]
 def test_a_kernel_takes_time_besides_its_bytes(primitive, share):
     graph, op = unary(primitive)
     moved = 2 * 1024 * 1024 * 4
-    assert compute_time_s(graph, op, ((), ()), MESH, H100) == pytest.approx(
-        moved / (share * H100.memory_bytes_per_s) + kernels * H100.kernel_s
-    )
+    assert compute_time_s(graph, op, ((), ()), MESH, H100) == pytest.approx(moved / (share * H100.memory_bytes_per_s) + H100.kernel_s)
 
 
 def test_an_op_inside_a_fusion_has_no_kernel_of_its_own():
@@ -149,17 +147,23 @@ def test_a_product_of_float32_that_sums_the_rows_of_both_operands_is_slower():
 
 
 def test_a_convolution_of_few_channels_reads_them_slowly():
-    three, eight = (convolution_s(channels) - 2.5 * H100.kernel_s for channels in (3, 8))
+    three, eight = (convolution_s((3, 3, channels, 8), channels) for channels in (3, 8))
     assert three / eight == pytest.approx((3 + 8) / (8 + 8) / H100.unaligned_share, rel=1e-2)
 
 
-def convolution_s(channels):
-    """Seconds of a convolution of 3 x 3 on an H100 that waits for the memory."""
-    shapes, result = ((64, 64, 64, channels), (3, 3, channels, 8)), (64, 64, 64, 8)
+def test_a_convolution_of_each_channel_by_itself_is_no_product():
+    seconds = convolution_s((3, 3, 1, 256), 256, groups=256, flops=10**11)
+    assert seconds == pytest.approx(10**11 / H100.vector_flops_per_s / H100.unaligned_share)
+
+
+def convolution_s(kernel, channels, groups=1, flops=1):
+    """Seconds of a convolution of 3 x 3 on an H100, without those of its kernel."""
+    shapes, result = ((64, 64, 64, channels), kernel), (64, 64, 64, kernel[-1])
     make = GraphMaker()
-    parameters = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": 1, "batch_group_count": 1}
+    parameters = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": groups, "batch_group_count": 1}
     parameters |= {"window_strides": (1, 1), "padding": ((1, 1), (1, 1)), "lhs_dilation": (1, 1), "rhs_dilation": (1, 1)}
     rule = rule_for("conv_general_dilated", shapes, (result,), parameters)
     make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=result, dtype="bfloat16")
     graph = make.graph()
-    return compute_time_s(graph, graph.ops[0]._replace(flops=1), ((),) * len(rule.sizes), MESH, H100)
+    made = compute_time_s(graph, graph.ops[0]._replace(flops=flops), ((),) * len(rule.sizes), MESH, H100)
+    return made - 2.5 * H100.kernel_s
