@@ -115,7 +115,7 @@ def test_an_asynchronous_gather_is_exposed_by_what_no_compute_covers(judgement):
     assert found["exposed_s"] == pytest.approx(RING_S - DOT_S)
 
 
-def test_a_step_inside_a_loop_of_a_gather_that_starts_before_it_is_no_gather_of_its_own(judgement):
+def test_a_gather_that_is_spread_over_a_loop_counts_once(judgement):
     step = """  %w.2 = bf16[256,4096]{1,0} parameter(1)
   %between = bf16[2048,4096]{1,0} fusion(%w.2), kind=kCustom, calls=%done_body
   %near ="""
