@@ -35,7 +35,7 @@ Measured on: one H200 by `spmdctx calibrate` (jax 0.11.2, CUDA 13). H100 and A10
 Checked by: benchmarks/device_fidelity.py
 """
 
-_GPU_KERNELS = {"kernel_s": 1.5e-6, "gathered_share": 0.7, "unaligned_share": 0.4}
+_GPU_KERNELS: dict[str, Any] = {"kernel_s": 1.5e-6, "gathered_share": 0.7, "unaligned_share": 0.4}
 """What kernels of GPUs take besides their bytes at the memory's rate: the median excess of those that move little, and the rates of the
 others.
 
