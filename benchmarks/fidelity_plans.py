@@ -1,7 +1,8 @@
 """How true predicted step times, bytes and memory are: plans of five models, right and wrong ones, against their compiled programs.
 
-    python -m benchmarks.fidelity_plans [--topology v5e:2x4] [--only 'mlp.*'] [--cycles] [--again] [--cache FOLDER] [--json]
+    python -m benchmarks.fidelity_plans [--topology v5e:2x4] [--fresh] [--only 'mlp.*'] [--cycles] [--again] [--cache FOLDER] [--json]
 
+`--fresh` takes the models of `fresh_programs`, on which no price was tuned; `--topology h100:8` judges programs for GPUs.
 Plans come from data parallelism, tensor-parallel strategies, a few pins, random legal pins and the searches. Time is held against the
 judge's roofline estimate (with `--cycles`, which compiles to the end, against both), communication against the collectives of the
 scheduled program, memory against what the compiler assigned. Exits with 1 unless the rank correlation of step times is at least 0.9
@@ -17,7 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.judge_compile import Built, Job, Judged, judge_parser, judged
+from benchmarks.fresh_programs import PROGRAMS, SHALLOW
+from benchmarks.judge_compile import Built, Job, Judged, devices_of, judge_parser, judged, machine_of
+from benchmarks.judge_kinds import ORDER, planned_by_kind
 
 MODULE = "benchmarks.fidelity_plans"
 MODELS = ("llama", "mlp", "transformer", "moe", "vit")
@@ -58,15 +61,25 @@ def jobs(topology: str) -> Iterator[Job]:
             yield {**start, "mode": mode, "split": "none", "mesh": None}
 
 
+def fresh_jobs(topology: str) -> Iterator[Job]:
+    """The same of the fresh models, which have no strategies of their own."""
+    for model in PROGRAMS:
+        start = {"topology": topology, "model": model, "split": "none"}
+        yield {**start, "mode": "data_parallel", "mesh": [8, 1]}
+        for seed, mesh in enumerate(MESHES):
+            yield {**start, "mode": "sharding_propagation", "mesh": list(mesh), "seed": seed}
+        for mode in ("recursive_programming", "dynamic_programming"):
+            yield {**start, "mode": mode, "mesh": None}
+
+
 def build(job: Job) -> Built:
     """Plans and lowers a job's step."""
     import jax
     import numpy as np
 
     import spmdctx
-    from spmdctx.lowering.compile_only import tpu_devices
 
-    devices = tpu_devices(job["topology"])
+    devices = devices_of(job["topology"])
     data, model = job["mesh"] or (8, 1)
     step, arguments = _program(job["model"], job["split"], data, model)
     searched = job["mode"] not in ("data_parallel", "semi_auto_parallel")
@@ -77,9 +90,11 @@ def build(job: Job) -> Built:
         options["mesh"] = jax.sharding.Mesh(np.array(devices).reshape(data, model), ("data", "model"))
         if "seed" in job:
             step = _pinned(step, options["mesh"], job["seed"])
-    topology = f"tpu-{job['topology'].split(':')[0]}"
-    run = spmdctx.parallel(step, topology=topology, donate_argnums=0, **options)
-    return Built(run.lower(*arguments), devices, run.plan(*arguments))
+    run = spmdctx.parallel(step, topology=machine_of(job["topology"]), donate_argnums=0, **options)
+    entry = run._entry_of(arguments, {})
+    return Built(
+        run.lower(*arguments), devices, run.plan(*arguments), planned_by_kind((entry.planned, entry.environment.settings.topology))
+    )
 
 
 def _pinned(step: Callable[..., Any], mesh: Any, seed: int) -> Callable[..., Any]:
@@ -111,6 +126,9 @@ def _program(model: str, split: str, data: int, slices: int) -> tuple[Callable[.
     from spmdctx.models import DecoderConfig, Split
     from tests.zoo.case import Split as ZooSplit
 
+    if model in PROGRAMS:
+        step, arguments, _ = PROGRAMS[model](data * slices, **SHALLOW[model])
+        return step, arguments
     if model == "llama":
         kind = {"none": "none", "strategies": "megatron", "pins": "pins"}[split]
         config = DecoderConfig(**LLAMA, dtype="bfloat16", remat=True)
@@ -136,12 +154,13 @@ def main() -> int:
     """Prints a row per plan, then the correlations."""
     parser = judge_parser(__doc__)
     parser.add_argument("--again", action="store_true", help="plan once more; what stays the same is not compiled again")
+    parser.add_argument("--fresh", action="store_true", help="models on which no price was tuned")
     parser.add_argument("--cycles", action="store_true", help="the compiler's cycles too: ten times slower")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows: list[tuple[Job, Judged]] = []
     print(f"{'plan':<52} {'planned':>9} {'judged':>9} ms {'compute':>17} {'comm.':>15} {'exposed':>8} {'exact':>6} {'memory':>13} MiB")
-    for job in jobs(arguments.topology):
+    for job in (fresh_jobs if arguments.fresh else jobs)(arguments.topology):
         if re.search(arguments.only, name_of(job)):
             one = judged(job, MODULE, arguments.cache, codegen=arguments.cycles, again=arguments.again)
             rows.append((job, one))
@@ -176,7 +195,8 @@ def summarise(rows: Sequence[tuple[Job, Judged]]) -> dict[str, Any]:
         return rank_correlation(*zip(*pairs, strict=True)) if len(pairs) > 2 else 0.0
 
     everything = [one for _, one in rows]
-    per_model = {model: rank([one for job, one in rows if job["model"] == model], "roofline_s") for model in MODELS}
+    models = dict.fromkeys(job["model"] for job, _ in rows)
+    per_model = {model: rank([one for job, one in rows if job["model"] == model], "roofline_s") for model in models}
     by_cycles = all(one.judgement and one.judgement.cycles_s for one in everything)
     total = sum(one.planned["planned_bytes"] + one.planned["unplanned_bytes"] for _, one in rows)
     errors = [one.planned["memory_bytes"] / one.judgement.peak_bytes - 1 for _, one in rows if one.judgement]
@@ -184,6 +204,8 @@ def summarise(rows: Sequence[tuple[Job, Judged]]) -> dict[str, Any]:
         "plans": len(rows),
         "rank": min(rank(everything, name) for name in ("roofline_s", *(["cycles_s"] if by_cycles else []))),
         "rank_per_model": per_model,
+        "planned_over_judged": {model: _ratios([one for job, one in rows if job["model"] == model]) for model in models},
+        "kinds_ms": _kinds(everything),
         "bytes_within_10": sum(one.planned["exact_bytes"] for _, one in rows) / max(1, total),
         "plans_with_bytes_within_10": sum(
             one.planned["exact_bytes"] >= MIN_BYTES * (one.planned["planned_bytes"] + one.planned["unplanned_bytes"]) for _, one in rows
@@ -193,6 +215,23 @@ def summarise(rows: Sequence[tuple[Job, Judged]]) -> dict[str, Any]:
         "memory_bias": statistics.median(errors) if errors else 0.0,
         "memory_worst": max(map(abs, errors), default=0.0),
     }
+
+
+def _ratios(rows: Sequence[Judged]) -> dict[str, float]:
+    found = [one.planned["total_s"] / one.judgement.roofline_s for one in rows if one.judgement]
+    return {"least": min(found), "median": statistics.median(found), "most": max(found)}
+
+
+def _kinds(rows: Sequence[Judged]) -> dict[str, tuple[float, float]]:
+    """Milliseconds of all plans by kind of op: planned and judged; those of collectives are what no compute hides."""
+    own: dict[str, tuple[float, float]] = {}
+    for kind in ORDER:
+        planned = sum(one.planned["kinds"].get(kind, 0.0) for one in rows)
+        judged = sum(one.planned["judged_kinds"].get(kind, 0.0) for one in rows)
+        if kind == "collective":
+            judged = sum(one.judgement.roofline_exposed_s for one in rows if one.judgement)
+        own[kind] = round(planned * 1e3, 2), round(judged * 1e3, 2)
+    return own
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Judges compiled TPU programs by what is in them, not by the planner's own prices: two step times and a peak of memory.
+"""Judges compiled programs for TPU and GPU by what is in them, not by the planner's own prices: two step times and a peak of memory.
 
     python -m benchmarks.judge FILE.hlo --topology v5p:2x2x2
 
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,17 @@ from benchmarks.judge_timeline import Pricing, Timeline, Walk
 from benchmarks.judge_work import Work
 from spmdctx.audit.hlo import read_module
 from spmdctx.machine.presets import topology as preset
+from spmdctx.machine.topology import Topology
 
 if TYPE_CHECKING:
     import jax
 
 # Published peaks over multiply-adds per cycle: four 128x128 units (v5e), eight (v5p), four 256x256 (v6e).
 CLOCK_HZ = {"v5e": 1.5e9, "v5p": 1.75e9, "v6e": 1.75e9}
+
+
+_LONG_KERNELS = 2.5
+"""How much longer a product's kernel takes to begin and to end than others (`device_kinds`, one H200)."""
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,7 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
     device = preset(chips.generation if isinstance(chips, Hosts) else f"tpu-{chips.generation}")
     clock = CLOCK_HZ.get(chips.generation, 1.0)
 
-    def roofline(work: Work) -> float:
-        return max(work.flops / device.peak_flops_per_s, work.hbm_bytes / device.memory_bytes_per_s)
-
+    roofline = roofline_of(device)
     by_cycles = Walk(module, chips, Pricing(lambda work: work.cycles / clock, lambda _: 0.0))
     cycles = by_cycles.run()
     by_roofline = Walk(module, chips, Pricing(roofline, lambda size: size / device.memory_bytes_per_s))
@@ -104,6 +107,20 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
         traffic=_traffic(line),
         unknown_loops=by_cycles.unknown_loops,
     )
+
+
+def roofline_of(device: Topology) -> Callable[[Work], float]:
+    """Seconds of an instruction's work: of its products, or of its bytes if these take longer; and those that every kernel takes."""
+    slow = device.memory_bytes_per_s * device.gathered_share
+    rates = dict.fromkeys(("reduction", "gather"), slow)
+
+    def seconds(work: Work) -> float:
+        products = (work.flops - work.wide_flops) / device.peak_flops_per_s + work.wide_flops / device.float32_flops_per_s
+        longest = max(products, work.hbm_bytes / rates.get(work.kind, device.memory_bytes_per_s))
+        kernels = _LONG_KERNELS if work.kind in ("product", "convolution") else 1.0
+        return longest + kernels * device.kernel_s if longest else 0.0
+
+    return seconds
 
 
 def _traffic(line: Timeline) -> tuple[dict[str, Any], ...]:

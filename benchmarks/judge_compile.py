@@ -19,14 +19,18 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from benchmarks.judge import Judgement, judge_text
-from benchmarks.judge_links import slice_of
+from benchmarks.judge import Judgement, judge_text, roofline_of
+from benchmarks.judge_kinds import judged_by_kind
+from benchmarks.judge_links import H100_HOSTS, Hosts, Slice, slice_of
+from spmdctx.audit.hlo import read_module
+from spmdctx.machine.presets import topology as preset
 
 if TYPE_CHECKING:
     import jax
@@ -40,11 +44,35 @@ RESULT = "result.json"
 
 
 class Built(NamedTuple):
-    """What a builder returns: the program, its devices in the order of its mesh, and its plan where it has one."""
+    """What a builder returns: the program, its devices in the order of its mesh, its plan where it has one, and that by kind of op."""
 
     lowered: jax.stages.Lowered
     devices: Sequence[Any]
     plan: Plan | None = None
+    kinds: Mapping[str, float] | None = None
+
+
+def is_gpu(topology: str) -> bool:
+    """Whether a topology is that of GPUs: "h100:8"."""
+    return topology.startswith("h100:")
+
+
+def devices_of(topology: str) -> Sequence[Any]:
+    """Devices that exist only for the compiler, of "v5p:2x2x2" or "h100:8"."""
+    from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
+
+    return gpu_devices(int(topology.partition(":")[2])) if is_gpu(topology) else tpu_devices(topology)
+
+
+def machine_of(topology: str) -> str:
+    """The preset of a topology's devices."""
+    name = topology.partition(":")[0]
+    return name if is_gpu(topology) else f"tpu-{name}"
+
+
+def links_of(topology: str, devices: Sequence[Any]) -> Slice | Hosts:
+    """What joins devices in the program's order."""
+    return replace(H100_HOSTS, num_devices=len(devices)) if is_gpu(topology) else slice_of(topology, devices)
 
 
 class Judged(NamedTuple):
@@ -104,11 +132,11 @@ def _outcome(known: dict[str, Any]) -> Judged:
 
 def key_of(job: Job, module: str, codegen: bool) -> str:
     """Names an outcome."""
-    return _digest(json.dumps([job, module, codegen, _versions()], sort_keys=True))
+    return _digest(json.dumps([job, module, codegen, _versions(str(job.get("topology", "")))], sort_keys=True))
 
 
-def _versions() -> list[str]:
-    return [importlib.metadata.version(name) for name in ("jax", "libtpu")]
+def _versions(topology: str) -> list[str]:
+    return [importlib.metadata.version(name) for name in ("jax", "jax-cuda12-plugin" if is_gpu(topology) else "libtpu")]
 
 
 def _digest(text: str) -> str:
@@ -158,14 +186,20 @@ def work(module: str, job: Job, scratch: Path, folder: Path, codegen: bool) -> N
     # Options of the compiler are not in the text; some follow from the planned peak.
     own = [job["options"]] if "options" in job else []
     own += [built.plan.cost.memory_bytes] if built.plan else []
-    place = folder / f"program-{_digest(json.dumps([built.lowered.as_text(), job['topology'], codegen, _versions(), *own]))}.json.gz"
+    about = [built.lowered.as_text(), job["topology"], codegen, _versions(job["topology"]), *own]
+    place = folder / f"program-{_digest(json.dumps(about))}.json.gz"
     if place.exists():
         text, peak = json.loads(gzip.decompress(place.read_bytes()))
     else:
-        text, peak = compile_program(built.lowered, scratch / "dump", codegen=codegen)
+        text, peak = (
+            compile_gpu(built.lowered) if is_gpu(job["topology"]) else compile_program(built.lowered, scratch / "dump", codegen=codegen)
+        )
         place.write_bytes(gzip.compress(json.dumps([text, peak]).encode()))
-    judgement = judge_text(text, slice_of(job["topology"], built.devices), peak)
+    judgement = judge_text(text, links_of(job["topology"], built.devices), peak)
     planned = describe_plan(built.plan, text) if built.plan else {}
+    if built.kinds is not None:
+        machine = preset(machine_of(job["topology"]))
+        planned |= {"kinds": built.kinds, "judged_kinds": judged_by_kind(read_module(text), roofline_of(machine))}
     (scratch / RESULT).write_text(json.dumps({"judgement": judgement.to_dict(), "planned": planned, "error": ""}))
 
 
@@ -188,6 +222,19 @@ def compile_program(lowered: jax.stages.Lowered, dump: Path, *, codegen: bool) -
     scheduled = _program(dump)
     peak = read_peak(_beside(scheduled, "after_optimizations-memory-usage-report.txt").read_text())
     return str(finished[0]) if codegen else scheduled.read_text(), peak
+
+
+def compile_gpu(lowered: jax.stages.Lowered) -> tuple[str, int]:
+    """The same for GPUs; a product that Triton's part of the compiler gives up on without a GPU is left to cuBLAS."""
+    try:
+        made = lowered.compile()
+    except Exception as error:  # the compiler's own type differs between versions
+        if "tile sizes" not in str(error):
+            raise
+        made = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+    stats: Any = made.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
+    return made.as_text() or "", peak
 
 
 def _is_scheduled(dump: Path) -> bool:

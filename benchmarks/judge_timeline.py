@@ -1,7 +1,8 @@
 """Runs a scheduled program on paper: one compute stream, one network, asynchronous collectives between their start and done.
 
 Loop bodies run once and count as often as the loop iterates; nothing overlaps across a loop's border. A collective without a
-start and a done, or one whose start, steps and done sit in a single fusion, is as exposed as the compute beside it leaves it.
+start and a done, or one whose start, steps and done sit in a single fusion, is as exposed as the compute beside it leaves it. A step
+inside a loop of a collective that starts before the loop is no collective of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from benchmarks.judge_links import Hosts, Slice, collective_s
@@ -128,6 +130,12 @@ class Walk:
     unknown_loops: int = 0
     _works: dict[str, Work] = field(default_factory=dict)
 
+    @cached_property
+    def bodies(self) -> frozenset[str]:
+        """Names of the loops' bodies."""
+        every = (one for own in self.module.computations.values() for one in own.instructions.values() if one.opcode == "while")
+        return frozenset(name for one in every for name in one.callees("body"))
+
     def run(self) -> Timeline:
         """The whole program."""
         return self.computation(self.module.computations[self.module.entry])
@@ -211,6 +219,8 @@ class _Borders(NamedTuple):
             if one.opcode.endswith("-done") and one.operands and one.operands[0] in last:
                 last[one.operands[0]] = one.name
             for key, inner, home, is_async in _collectives(one, computation, walk.module):
+                if key not in last and computation.name in walk.bodies and _is_step(key, home):
+                    continue
                 if key not in last:
                     starts.setdefault(one.name, []).append((key, walk.transfer(inner, home, is_async)))
                 last[key] = one.name
@@ -218,6 +228,11 @@ class _Borders(NamedTuple):
         for key, name in last.items():
             ends.setdefault(name, []).append(key)
         return cls(starts, ends)
+
+
+def _is_step(key: str, home: Computation) -> bool:
+    """Whether a fusion holds a later step of a collective that is spread over several: its start is elsewhere, before the loop."""
+    return key.startswith("channel ") and not any("AsyncCollectiveStart" in other.attributes for other in home.instructions.values())
 
 
 def _collectives(one: Instruction, computation: Computation, module: Module) -> Iterator[tuple[str, Instruction, Computation, bool]]:

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from benchmarks.judge_library import kind_of, library_bytes, library_flops, library_kind
 from spmdctx.audit.hlo import Computation, Instruction, Module, read_leaves
+from spmdctx.ir.graph import item_bytes
 
 _ARRAY = re.compile(r"\b[a-z][a-z0-9]*\[[\d,]*\](?:\{[^}]*\})?")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
@@ -21,28 +23,48 @@ _COLLECTIVES = ("all-", "reduce-scatter", "collective-", "ragged-all-to-all")
 _PICKING = ("dynamic-slice", "slice", "gather")
 
 _NAMES = "parameter constant bitcast tuple get-tuple-element after-all partition-id replica-id opt-barrier add-dependency custom-call"
-FREE = frozenset(_NAMES.split())
-"""Opcodes that take no time of their own (custom calls of a scheduled TPU program join or mark buffers)."""
+FREE = frozenset({*_NAMES.split(), "fusion-done"})
+"""Opcodes that take no time of their own, but calls of libraries (custom calls of a scheduled TPU program join or mark buffers)."""
 
 
 class Work(NamedTuple):
-    """Of one execution on one device."""
+    """Of one execution on one device; `wide_flops` are those of `flops` on operands of four bytes or more, `kind` is of `judge_kinds`."""
 
     flops: float
     hbm_bytes: float
     cycles: float
+    wide_flops: float = 0.0
+    kind: str = ""
 
 
 def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
     """What an instruction does; nothing for those that only name buffers."""
     if _is_ragged_product(instruction):
         return Work(_ragged_flops(instruction, computation), _hbm_bytes(instruction, computation, None, module), 0.0)
+    if library_kind(instruction):
+        operands = [leaf for name in instruction.operands for leaf in computation.instructions[name].leaves]
+        flops = library_flops(instruction, operands, _convolution_flops)
+        wide = flops if _is_wide(operands[0].dtype) else 0.0
+        return Work(flops, library_bytes(instruction, operands), 0.0, wide, kind_of(instruction, module))
     if instruction.opcode in FREE:
         return Work(0.0, 0.0, 0.0)
     found = _CYCLES.search(instruction.attributes)
     called = _called(instruction, module)
-    flops = _flops(called, module) if called else _product_flops(instruction, computation)
-    return Work(flops, _hbm_bytes(instruction, computation, called, module), float(found.group(1)) if found else 0.0)
+    if instruction.opcode == "fusion-start" and called and called.root:
+        # GPUs run it beside others; its own shape lists the operands, too.
+        instruction = instruction._replace(shape=called.root.shape)
+    flops, wide = _flops(called, module) if called else _narrow_and_wide(instruction, computation)
+    cycles = float(found.group(1)) if found else 0.0
+    return Work(flops, _hbm_bytes(instruction, computation, called, module), cycles, wide, kind_of(instruction, module))
+
+
+def _is_wide(dtype: str) -> bool:
+    return item_bytes(dtype) > 2
+
+
+def _narrow_and_wide(one: Instruction, computation: Computation) -> tuple[float, float]:
+    flops = _product_flops(one, computation)
+    return flops, flops if flops and _is_wide(computation.instructions[one.operands[0]].leaves[0].dtype) else 0.0
 
 
 def _is_ragged_product(one: Instruction) -> bool:
@@ -71,33 +93,63 @@ def _size(text: str) -> int:
 
 
 def _called(instruction: Instruction, module: Module) -> Computation | None:
-    names = instruction.callees("calls") if instruction.opcode == "fusion" else ()
+    names = instruction.callees("calls") if instruction.opcode in ("fusion", "fusion-start") else ()
     return module.computations.get(names[0]) if names else None
 
 
 def _hbm_bytes(instruction: Instruction, computation: Computation, called: Computation | None, module: Module) -> float:
-    reads = 0.0
-    for position, name in enumerate(instruction.operands):
-        operand = computation.instructions.get(name)
-        if operand is not None and not operand.shape.startswith("("):
-            whole = hbm_size(operand.shape)
-            reads += min(whole, _picked(called, position, module)) if called and whole else whole
-    if instruction.opcode in _PICKING:
-        reads = hbm_size(instruction.shape)
     updated = _update(called)
-    return 2.0 * updated if updated is not None else reads + _written(instruction, called)
+    if updated is not None:
+        return 2.0 * updated
+    reads = [_read(position, instruction, computation, called, module) for position in range(len(instruction.operands))]
+    if instruction.opcode in _PICKING:
+        reads = [hbm_size(instruction.shape)]
+    scattered = _scattered(instruction, computation, called)
+    if scattered is not None:
+        # A scatter adds to its first operand in place: it reads and writes the rows that it meets.
+        place, size = scattered
+        return sum(reads[:place] + reads[place + 1 :]) + 2.0 * min(size, hbm_size(instruction.shape))
+    return sum(reads) + _written(instruction, called)
 
 
-def _written(instruction: Instruction, called: Computation | None) -> int:
-    """Bytes of the results; those of a collective inside, or that are only passed through it, are the collective's."""
+def _read(position: int, instruction: Instruction, computation: Computation, called: Computation | None, module: Module) -> float:
+    operand = computation.instructions.get(instruction.operands[position])
+    if operand is None or operand.shape.startswith("("):
+        return 0.0
+    whole = hbm_size(operand.shape)
+    return min(whole, _picked(called, position, module)) if called and whole else whole
+
+
+def _scattered(instruction: Instruction, computation: Computation, called: Computation | None) -> tuple[int, int] | None:
+    """The operand into which a scatter, or a fusion that ends in one, adds, and the bytes of what it adds."""
+    one, home = (called.root, called) if called and called.root else (instruction, computation)
+    if one.opcode != "scatter" or len(one.operands) != 3:
+        return None
+    if called and one.operands[0] not in called.parameters:
+        return None
+    size = full_size(home.instructions[one.operands[2]].shape)
+    return called.parameters.index(one.operands[0]) if called else 0, size
+
+
+def _written(instruction: Instruction, called: Computation | None) -> float:
+    """Bytes of the results, of a part written in place only the part; those of a collective inside, or passed through it, are its own."""
     if called is None or called.root is None:
         return hbm_size(instruction.shape)
     root = called.root
     made = [called.instructions[name] for name in root.operands] if root.opcode == "tuple" else [root]
     results = _ARRAY.findall(instruction.shape)
-    if len(results) != len(made) or not any(map(_is_collective, called.instructions.values())):
+    if len(results) != len(made):
         return 0 if _is_collective(root) else hbm_size(instruction.shape)
-    return sum(hbm_size(shape) for shape, one in zip(results, made, strict=True) if not _is_collective(one) and one.opcode != "parameter")
+    apart = any(map(_is_collective, called.instructions.values()))
+    kept = [not (apart and (_is_collective(one) or one.opcode == "parameter")) for one in made]
+    return sum(min(hbm_size(shape), _part(called, one)) for shape, one, own in zip(results, made, kept, strict=True) if own)
+
+
+def _part(called: Computation, one: Instruction) -> float:
+    """Bytes of the update, where a result is a buffer into which a part is written."""
+    source = _behind_names(called, one.name)
+    update = called.instructions.get(source.operands[1]) if source.opcode == "dynamic-update-slice" else None
+    return full_size(update.shape) if update else math.inf
 
 
 def _is_collective(one: Instruction) -> bool:
@@ -107,20 +159,28 @@ def _is_collective(one: Instruction) -> bool:
 def _picked(called: Computation, position: int, module: Module) -> float:
     """Bytes that a fusion reads of an operand: those of the slices, where it, or a fusion inside, only takes slices of it.
 
-    None of a collective's.
+    None of a collective's, and of a buffer into which it writes a part.
     """
     parameters = called.parameters
     if position >= len(parameters):
         return math.inf
-    users = [one for one in called.instructions.values() if parameters[position] in one.operands]
+    return _picked_as(parameters[position], called, module)
+
+
+def _picked_as(name: str, called: Computation, module: Module) -> float:
+    users = [one for one in called.instructions.values() if name in one.operands]
     if any(map(_is_collective, called.instructions.values())):
         users = [one for one in users if not _is_collective(one) and one.opcode != "tuple"]
         if not users:
             return 0.0
-    return sum(_picked_by(one, parameters[position], module) for one in users) if users else math.inf
+    return sum(_picked_by(one, name, called, module) for one in users) if users else math.inf
 
 
-def _picked_by(user: Instruction, name: str, module: Module) -> float:
+def _picked_by(user: Instruction, name: str, home: Computation, module: Module) -> float:
+    if user.opcode == "bitcast" and not user.is_root:
+        return _picked_as(user.name, home, module)
+    if user.opcode == "dynamic-update-slice" and name not in user.operands[1:]:
+        return 0.0
     inner = _called(user, module)
     if inner is not None:
         return sum(_picked(inner, place, module) for place, operand in enumerate(user.operands) if operand == name)
@@ -128,20 +188,33 @@ def _picked_by(user: Instruction, name: str, module: Module) -> float:
 
 
 def _update(called: Computation | None) -> int | None:
-    """Bytes of the update, where a fusion writes into a part of a buffer in place."""
-    root = called.root if called else None
-    if called is None or root is None or root.opcode != "dynamic-update-slice":
+    """Bytes of the updates, where a fusion writes into parts of buffers in place."""
+    if called is None or called.root is None:
         return None
-    update = called.instructions.get(root.operands[1])
-    return full_size(update.shape) if update else None
+    root = called.root
+    made = [_behind_names(called, name) for name in root.operands] if root.opcode == "tuple" else [_behind_names(called, root.name)]
+    if any(one.opcode != "dynamic-update-slice" for one in made):
+        return None
+    updates = [called.instructions.get(one.operands[1]) for one in made]
+    return sum(full_size(one.shape) for one in updates if one) if all(updates) else None
 
 
-def _flops(computation: Computation, module: Module) -> float:
-    total = 0.0
+def _behind_names(called: Computation, name: str) -> Instruction:
+    """The instruction that makes a value, behind those that only name it otherwise."""
+    one = called.instructions[name]
+    while one.opcode == "bitcast":
+        one = called.instructions[one.operands[0]]
+    return one
+
+
+def _flops(computation: Computation, module: Module) -> tuple[float, float]:
+    """FLOPs of the products of a fusion, and those of them on wide operands."""
+    total = wide = 0.0
     for one in computation.instructions.values():
         inner = _called(one, module)
-        total += _flops(inner, module) if inner else _product_flops(one, computation)
-    return total
+        own = _flops(inner, module) if inner else _narrow_and_wide(one, computation)
+        total, wide = total + own[0], wide + own[1]
+    return total, wide
 
 
 def _product_flops(one: Instruction, computation: Computation) -> float:

@@ -16,7 +16,7 @@ from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
-from spmdctx.ir.primitives import KERNELS, MATRIX_PRODUCTS, PICKING, Boundary
+from spmdctx.ir.primitives import CONTRACTIONS, KERNELS, MATRIX_PRODUCTS, PICKING, Boundary
 from spmdctx.ir.projection import FactorAxes, local_bytes
 from spmdctx.ir.rule import DimFactors
 from spmdctx.ir.sharding import TensorSharding
@@ -43,7 +43,49 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     longest = _without_matrix_unit_s(graph, op, slices, topology)
     if op.primitive in KERNELS:
         return max(longest, op.flops / math.prod(slices) / _matrix_rate(graph, op, topology))
-    return max(longest, _product_time_s(graph, op, slices, topology)) if op.primitive in MATRIX_PRODUCTS else longest
+    if op.primitive in MATRIX_PRODUCTS:
+        if topology.unaligned_share < 1:
+            longest = _unaligned_s(graph, op, slices, topology, longest)
+        longest = max(longest, _product_time_s(graph, op, slices, topology))
+    return longest + _kernel_s(op, topology) if topology.kernel_s and longest else longest
+
+
+_LONG_KERNELS = 2.5
+"""How much longer than others a product's kernel takes to begin and to end.
+
+Measured on: one H200, products of 1 to 10 us (jax 0.11.2): they take 4 us more than their operations or bytes, fusions 1.5 us.
+Checked by: benchmarks/device_kinds.py
+"""
+
+
+def _kernel_s(op: Op, topology: Topology) -> float:
+    """Returns the seconds that the kernel of a fusion takes besides its work, at the op that the fusion is built around."""
+    if op.work is not None and not op.work.moved:
+        return 0.0
+    return topology.kernel_s * (_LONG_KERNELS if op.primitive in MATRIX_PRODUCTS else 1.0)
+
+
+_ROW_BYTES = 16
+"""GPUs read and write rows in pieces of so many bytes."""
+
+
+def _unaligned_s(graph: Graph, op: Op, slices: Slices, topology: Topology, memory_s: float) -> float:
+    """Returns the seconds in which a GPU moves a product's tensors, which take `memory_s` if their rows are multiples of 16 bytes.
+
+    A convolution of each channel by itself is no matrix product there.
+    """
+    if op.primitive != "conv_general_dilated":
+        tensors = zip((*op.operands[:2], op.results[0]), (*op.rule.operands[:2], op.rule.results[0]), strict=True)
+        rows = [(graph.values[value], dims[-1:]) for value, dims in tensors if value != LITERAL and dims]
+        uneven = any(_elements(known.shape[-1:], last, slices) * item_bytes(known.dtype) % _ROW_BYTES for known, last in rows)
+        return memory_s / topology.unaligned_share if uneven else memory_s
+    made = {factor for dim in op.rule.results[0] for factor in dim}
+    summed = {factor for dim in op.rule.operands[1] for factor in dim} - made
+    channels = math.prod(-(-op.rule.sizes[factor] // slices[factor]) for factor in summed)
+    if channels * item_bytes(graph.values[op.results[0]].dtype) % _ROW_BYTES == 0:
+        return memory_s
+    vector_s = op.flops / math.prod(slices) / topology.vector_flops_per_s if channels == 1 else 0.0
+    return max(memory_s, vector_s) / topology.unaligned_share
 
 
 def least_device_s(graph: Graph, op: Op, topology: Topology) -> float:
@@ -70,7 +112,12 @@ def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topol
     work = op.work
     vector = work.vector_flops if work is not None else vector_flops(op)
     moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
-    return max(moved / topology.memory_bytes_per_s, vector / math.prod(slices) / topology.vector_flops_per_s)
+    rate = topology.memory_bytes_per_s * (topology.gathered_share if op.primitive.startswith(_GATHERED) else 1.0)
+    return max(moved / rate, vector / math.prod(slices) / topology.vector_flops_per_s)
+
+
+_GATHERED = ("reduce_", "arg", "cum", "gather", "scatter")
+"""Prefixes of the names of ops that reduce, gather or scatter."""
 
 
 def passing_values(graph: Graph) -> bytearray:
@@ -172,7 +219,24 @@ def _matrix_rate(graph: Graph, op: Op, topology: Topology) -> float:
     """Returns the operations per second of the matrix unit on numbers of the op's types."""
     exact = graph.values[op.results[0]].dtype in ("float64", "complex64", "complex128")
     wide_items = bool(op.operands) and op.operands[0] != LITERAL and item_bytes(graph.values[op.operands[0]].dtype) > 2
-    return topology.float32_flops_per_s if wide_items or exact else topology.peak_flops_per_s
+    if not (wide_items or exact):
+        return topology.peak_flops_per_s
+    is_slower = topology.float32_flops_per_s < topology.peak_flops_per_s
+    return topology.float32_flops_per_s * (_TURNED if is_slower and op.primitive in CONTRACTIONS and _sums_rows(op) else 1.0)
+
+
+_TURNED = 0.6
+"""The part of its rate that a GPU's matrix unit reaches on float32 if both operands are summed over another dimension than their last,
+as gradients of weights are: the unit turns no such operands.
+
+Measured on: one H200, products of 9 to 280 us (jax 0.11.2): 140 to 265 of 398 TFLOP/s.
+Checked by: benchmarks/device_kinds.py
+"""
+
+
+def _sums_rows(op: Op) -> bool:
+    left, right, out = op.rule.operands[0], op.rule.operands[1], {factor for dim in op.rule.results[0] for factor in dim}
+    return bool(left and right) and all(set(own[-1]) & out for own in (left, right))
 
 
 def _apart(graph: Graph, op: Op, place: int) -> int:

@@ -35,6 +35,14 @@ Measured on: one H200 by `spmdctx calibrate` (jax 0.11.2, CUDA 13). H100 and A10
 Checked by: benchmarks/device_fidelity.py
 """
 
+_GPU_KERNELS: dict[str, Any] = {"kernel_s": 1.5e-6, "gathered_share": 0.7, "unaligned_share": 0.4}
+"""What kernels of GPUs take besides their bytes at the memory's rate: the median excess of those that move little, and the rates of the
+others.
+
+Measured on: nine programs on one H200 by JAX's profiler (jax 0.11.2, CUDA 13). H100 and A100 are taken to be alike.
+Checked by: benchmarks/device_kinds.py
+"""
+
 TPU = Compiler(
     version="libtpu 0.0.42",
     scatters_over_all=False,
@@ -132,6 +140,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=494e12 * _GPU_PRODUCTS,
         matrix_tile=16,
         source="NVIDIA H100 SXM data sheet; DGX H100: one 400 Gb/s ConnectX-7 per GPU",
+        **_GPU_KERNELS,
         **_fields(GPU),
     ),
     "h200": Topology(
@@ -148,6 +157,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=494e12 * _GPU_PRODUCTS,
         matrix_tile=16,
         source="NVIDIA H200 SXM data sheet; memory: JAX's own limit on one; DGX H200: one 400 Gb/s ConnectX-7 per GPU",
+        **_GPU_KERNELS,
         **_fields(GPU),
     ),
     "a100": Topology(
@@ -164,6 +174,7 @@ PRESETS: dict[str, Topology] = {
         float32_flops_per_s=156e12 * _GPU_PRODUCTS,
         matrix_tile=16,
         source="NVIDIA A100 80GB SXM data sheet; DGX A100: one 200 Gb/s ConnectX-6 per GPU",
+        **_GPU_KERNELS,
         **_fields(GPU),
     ),
     "cpu": Topology(

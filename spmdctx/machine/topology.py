@@ -134,6 +134,9 @@ class Topology:
         vector_flops_per_s: Arithmetic outside of matrix products; `peak_flops_per_s` where it is 0.
         float32_flops_per_s: Matrix products of float32 at JAX's default precision; `peak_flops_per_s` where it is 0.
         matrix_tile: Side of the matrix unit: dimensions of a product are padded to multiples of it.
+        kernel_s: Seconds that every fusion takes besides its work.
+        gathered_share: The part of the memory's bandwidth that reductions, gathers and scatters reach, above 0 to 1.
+        unaligned_share: The part that products reach whose rows are no multiple of 16 bytes, above 0 to 1.
         scratch_bytes: See `Compiler`, as for the three below. It differs between chips.
         gather_overlap: A share, from 0 to 1.
         reduction_overlap: A share, from 0 to 1.
@@ -164,6 +167,9 @@ class Topology:
     vector_flops_per_s: float = 0.0
     float32_flops_per_s: float = 0.0
     matrix_tile: int = 1
+    kernel_s: float = 0.0
+    gathered_share: float = 1.0
+    unaligned_share: float = 1.0
     scratch_bytes: int = 0
     gather_overlap: float = 0.0
     reduction_overlap: float = 0.0
@@ -232,8 +238,10 @@ _POSITIVE = (
     "torus_dims",
     "ring_side",
     "matrix_tile",
+    "gathered_share",
+    "unaligned_share",
 )
-_SHARES = ("gather_overlap", "reduction_overlap")
+_SHARES = ("gather_overlap", "reduction_overlap", "gathered_share", "unaligned_share")
 _LEAST, _MOST = 1e-30, 1e30
 """Between these, sums and quotients of a topology's figures stay finite."""
 _TYPES_OF_FIELDS: dict[str, tuple[tuple[type, ...], str]] = {

@@ -115,6 +115,14 @@ def test_an_asynchronous_gather_is_exposed_by_what_no_compute_covers(judgement):
     assert found["exposed_s"] == pytest.approx(RING_S - DOT_S)
 
 
+def test_a_gather_that_is_spread_over_a_loop_counts_once(judgement):
+    step = """  %w.2 = bf16[256,4096]{1,0} parameter(1)
+  %between = bf16[2048,4096]{1,0} fusion(%w.2), kind=kCustom, calls=%done_body
+  %near ="""
+    again = judge_text(PROGRAM.replace("  %near =", step, 1), GRID)
+    assert row(again, "all_gather", is_async=True)["count"] == row(judgement, "all_gather", is_async=True)["count"] == 1
+
+
 def test_synchronous_collectives_are_exposed_whole(judgement):
     assert row(judgement, "reduce_scatter")["exposed_s"] == pytest.approx(RING_S)
     assert row(judgement, "all_reduce")["exposed_s"] == pytest.approx(3 * REDUCE_S)

@@ -6,6 +6,7 @@ import pytest
 from jax.lax import ConvDimensionNumbers
 
 from spmdctx.cost.roofline import compute_time_s
+from spmdctx.ir.graph import Work
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import PRESETS
 from spmdctx.rules import rule_for
@@ -73,8 +74,8 @@ def test_the_longer_free_dimension_streams_and_is_not_padded():
 
 @pytest.mark.parametrize(("preset", "ratio"), [("tpu-v5e", 1.0), ("h100", 989 / 494), ("a100", 312 / 156)])
 def test_float32_products_run_at_the_default_precision_of_the_machine(preset, ratio):
-    sizes = (8192,) * 3
-    assert time_s(product(*sizes, dtype="float32"), PRESETS[preset]) == pytest.approx(ratio * time_s(product(*sizes), PRESETS[preset]))
+    sizes, machine = (8192,) * 3, dataclasses.replace(PRESETS[preset], kernel_s=0.0)
+    assert time_s(product(*sizes, dtype="float32"), machine) == pytest.approx(ratio * time_s(product(*sizes), machine))
 
 
 def test_a_convolution_of_few_channels_contracts_over_its_window():
@@ -109,3 +110,60 @@ def test_new_names_of_a_tensor_take_no_time():
 def test_a_machine_without_a_vector_rate_computes_at_its_peak():
     own = dataclasses.replace(PRESETS["cpu"], vector_flops_per_s=0.0, float32_flops_per_s=0.0)
     assert own.vector_flops_per_s == own.float32_flops_per_s == own.peak_flops_per_s
+
+
+H100 = PRESETS["h100"]
+
+
+@pytest.mark.parametrize(("primitive", "share"), [("exp", 1.0), ("reduce_sum", H100.gathered_share)])
+def test_a_kernel_takes_time_besides_its_bytes(primitive, share):
+    graph, op = unary(primitive)
+    moved = 2 * 1024 * 1024 * 4
+    assert compute_time_s(graph, op, ((), ()), MESH, H100) == pytest.approx(moved / (share * H100.memory_bytes_per_s) + H100.kernel_s)
+
+
+def test_an_op_inside_a_fusion_has_no_kernel_of_its_own():
+    graph, op = unary("exp")
+    assert compute_time_s(graph, op._replace(work=Work((), 64.0)), ((), ()), MESH, H100) == pytest.approx(64.0 / H100.vector_flops_per_s)
+
+
+def test_a_product_whose_rows_are_no_multiple_of_16_bytes_reads_them_slowly():
+    odd, even = (time_s(product(64, size, 2**16), H100) - 2.5 * H100.kernel_s for size in (197, 200))
+    assert odd / even == pytest.approx(197 / 200 / H100.unaligned_share, rel=1e-2)
+    assert time_s(product(64, 197, 2**16), V5E) == pytest.approx(time_s(product(64, 200, 2**16), V5E) * 197 / 200, rel=1e-2)
+
+
+def test_a_product_of_float32_that_sums_the_rows_of_both_operands_is_slower():
+    turned = {"dimension_numbers": (((0,), (0,)), ((), ()))}
+    seconds = []
+    for left, parameters in (((4096, 4096), PRODUCT), ((4096, 4096), turned)):
+        make = GraphMaker()
+        rule = rule_for("dot_general", (left, (4096, 4096)), ((4096, 4096),), parameters)
+        make.op("dot_general", rule, make.input(*left), make.input(4096, 4096), shape=(4096, 4096))
+        graph = make.graph()
+        op = graph.ops[0]._replace(flops=2 * 4096**3)
+        seconds.append(compute_time_s(graph, op, ((),) * 3, MESH, dataclasses.replace(H100, kernel_s=0.0)))
+    assert seconds[1] == pytest.approx(seconds[0] / 0.6)
+
+
+def test_a_convolution_of_few_channels_reads_them_slowly():
+    three, eight = (convolution_s((3, 3, channels, 8), channels) for channels in (3, 8))
+    assert three / eight == pytest.approx((3 + 8) / (8 + 8) / H100.unaligned_share, rel=1e-2)
+
+
+def test_a_convolution_of_each_channel_by_itself_is_no_product():
+    seconds = convolution_s((3, 3, 1, 256), 256, groups=256, flops=10**11)
+    assert seconds == pytest.approx(10**11 / H100.vector_flops_per_s / H100.unaligned_share)
+
+
+def convolution_s(kernel, channels, groups=1, flops=1):
+    """Seconds of a convolution of 3 x 3 on an H100, without those of its kernel."""
+    shapes, result = ((64, 64, 64, channels), kernel), (64, 64, 64, kernel[-1])
+    make = GraphMaker()
+    parameters = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": groups, "batch_group_count": 1}
+    parameters |= {"window_strides": (1, 1), "padding": ((1, 1), (1, 1)), "lhs_dilation": (1, 1), "rhs_dilation": (1, 1)}
+    rule = rule_for("conv_general_dilated", shapes, (result,), parameters)
+    make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=result, dtype="bfloat16")
+    graph = make.graph()
+    made = compute_time_s(graph, graph.ops[0]._replace(flops=flops), ((),) * len(rule.sizes), MESH, H100)
+    return made - 2.5 * H100.kernel_s

@@ -6,7 +6,8 @@ What XLA does: it computes chains of element-wise ops on the way into the matrix
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
     roofline of the scheduled program). If activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
     (benchmarks/RESULTS.md). One H200, jax 0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at
-    0.52 to 0.95 of the kernels' time, of six more at 0.26 to 0.80 (0.21 to 0.79 without this). CPU: not measured.
+    0.52 to 0.95 of the kernels' time, of six more at 0.26 to 0.80 (0.21 to 0.79 without this), of nine others at 0.65 to 0.99 with what
+    kernels take besides (`Topology.kernel_s`). CPU: not measured.
 Switch: `Compiler.fuses_into_products`: if it is False, chains count for each of their readers.
 Priced by: trace.build.build, trace.build.compiled, cost.roofline
 Written or prevented by: nothing
