@@ -40,7 +40,8 @@ class Work(NamedTuple):
 def work_of(instruction: Instruction, computation: Computation, module: Module) -> Work:
     """What an instruction does; nothing for those that only name buffers."""
     if _is_ragged_product(instruction):
-        return Work(_ragged_flops(instruction, computation), _hbm_bytes(instruction, computation, None, module), 0.0)
+        own = (_ragged_flops(instruction, computation), _hbm_bytes(instruction, computation, None, module))
+        return Work(*own, 0.0, kind="product")
     if library_kind(instruction):
         operands = [leaf for name in instruction.operands for leaf in computation.instructions[name].leaves]
         flops = library_flops(instruction, operands, _convolution_flops)

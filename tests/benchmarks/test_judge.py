@@ -164,7 +164,7 @@ ENTRY %main (sizes: s32[8], x: bf16[4096,1024], w: bf16[8,1024,512]) -> bf16[409
     work = work_of(entry.instructions["ragged-dot-none.1"], entry, module)
     assert work.flops == 2 * 4096 * 1024 * 512
     assert work.hbm_bytes == 4 * 9 + 2 * (4096 * 1024 + 8 * 1024 * 512 + 4096 * 512)
-    assert work_of(entry.instructions["ragged-dot-metadata"], entry, module) == (0, 0, 0)
+    assert work_of(entry.instructions["ragged-dot-metadata"], entry, module)[:3] == (0, 0, 0)
 
 
 def test_a_fusion_that_slices_an_operand_reads_the_slice():
