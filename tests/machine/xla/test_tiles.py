@@ -24,7 +24,7 @@ def test_the_minor_dimensions_fill_tiles(shape, minor, times):
     assert filled_up(shape, minor) == pytest.approx(times)
 
 
-def test_products_with_a_batch_and_what_is_element_by_element_around_them_are_in_tiles():
+def test_products_with_a_batch_and_what_is_around_them_are_in_tiles():
     graph = trace(pairs, WEIGHTS, VECTORS).graph
     shapes = sorted(graph.values[value].shape for value, minor in in_tiles(graph).items() if minor == (1, 2))
     assert shapes == [(64, 7, 7), (64, 7, 7), (64, 7, 16), (64, 7, 16)]
