@@ -273,8 +273,8 @@ class PlanData:
     def safe_memory_bytes(self) -> int:
         """The safe end of the predicted peak, in bytes of one device: budgets are kept by it.
 
-        Arguments are certain; the rest may be larger by a share that was measured on compiled programs. It is `cost.memory_bytes` where
-        nothing was measured: on CPU, and on machines of a name of their own.
+        Arguments are certain; the rest may be larger by a share that was measured on compiled programs. It is the likely end
+        where nothing was measured: on CPU, and on machines of a name of their own.
         """
         arguments = sum(tensor.local_bytes(self.logical_mesh) for tensor in self.inputs)
         return safe_bytes(self.cost.memory_bytes, arguments, self.topology)

@@ -18,7 +18,12 @@ def pairs(weights, vectors):
 
 @pytest.mark.parametrize(
     ("shape", "minor", "times"),
-    [((64, 7, 16), (1, 2), 8 * 128 / 112), ((64, 7, 7), (1, 2), 8 * 128 / 49), ((4, 512, 8, 64), (1, 3), 1.0), ((8, 256), (0, 1), 1.0)],
+    [
+        ((64, 7, 16), (1, 2), 8 * 128 / 112),
+        ((64, 7, 7), (1, 2), 8 * 128 / 49),
+        ((4, 512, 8, 64), (1, 3), 1.0),
+        ((8, 197, 197), (1, 2), 1.0),
+    ],
 )
 def test_the_minor_dimensions_fill_tiles(shape, minor, times):
     assert filled_up(shape, minor) == pytest.approx(times)
