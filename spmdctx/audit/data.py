@@ -42,7 +42,7 @@ class MemoryUse:
     """The bytes on one device: the plan's estimate, and what the compiler reserved.
 
     `peak_bytes` is the sum, with buffers that arguments and results share counted once. It is not judged where the plan is for the
-    compiler of another machine.
+    compiler of another machine. `safe_bytes` is the safe end of the estimate; 0 where there is none, so that the limit above holds.
     """
 
     planned_bytes: int
@@ -52,6 +52,12 @@ class MemoryUse:
     temporary_bytes: int
     peak_bytes: int
     is_judged: bool = True
+    safe_bytes: int = 0
+
+    @property
+    def limit_bytes(self) -> float:
+        """The peak up to which the compiled program is as planned."""
+        return self.safe_bytes or MAX_PEAK_RATIO * self.planned_bytes
 
     @property
     def ratio(self) -> float | None:
@@ -61,12 +67,12 @@ class MemoryUse:
     @property
     def is_excused(self) -> bool:
         """Returns whether the peak is larger than the limit allows, by less than counts."""
-        return MAX_PEAK_RATIO * self.planned_bytes < self.peak_bytes < self.planned_bytes + EXCUSED_BYTES
+        return self.limit_bytes < self.peak_bytes < self.planned_bytes + EXCUSED_BYTES
 
     @property
     def ok(self) -> bool:
-        """Returns whether the compiled peak is at most that of the plan, within the limits above."""
-        return not self.is_judged or self.is_excused or self.peak_bytes <= MAX_PEAK_RATIO * self.planned_bytes
+        """Returns whether the compiled peak is at most the safe end of the plan's, or within the limits above where it has none."""
+        return not self.is_judged or self.is_excused or self.peak_bytes <= self.limit_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from html import escape
 from spmdctx.audit.collectives import CompiledCollective
 from spmdctx.audit.data import EXCUSED_BYTES, MAX_PEAK_RATIO, AuditData, AuditRow, MemoryUse
 from spmdctx.ir.collective import AS_PLANNED, Collective
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, peak_text
 
 _STYLE = (
     "<style>.spmdctx-audit table{border-collapse:collapse;font-variant-numeric:tabular-nums}"
@@ -58,6 +58,8 @@ def _peak_text(memory: MemoryUse | None) -> str:
         return f"{text}, which is for another machine"
     if memory.is_excused:
         return f"{text}, which is less than {bytes_text(EXCUSED_BYTES)} above it"
+    if memory.safe_bytes:
+        return f"{text}, {'within' if memory.ok else 'above'} the {bytes_text(memory.safe_bytes)} that are safe"
     return text if memory.ok else f"{text}, and may be {MAX_PEAK_RATIO:g} of it"
 
 
@@ -102,7 +104,8 @@ def _memory_text(memory: MemoryUse) -> str:
         f"arguments {bytes_text(memory.argument_bytes)} + results {bytes_text(memory.output_bytes)} "
         f"- shared by both {bytes_text(memory.alias_bytes)} + temporaries {bytes_text(memory.temporary_bytes)}"
     )
-    return f"planned {bytes_text(memory.planned_bytes)}, compiled {bytes_text(memory.peak_bytes)} ({parts})"
+    planned = peak_text(memory.planned_bytes, memory.safe_bytes)
+    return f"planned {planned}, compiled {bytes_text(memory.peak_bytes)} ({parts})"
 
 
 def _html_list(title: str, lines: list[str]) -> str:

@@ -39,14 +39,19 @@ class AuditedPlan(Protocol):
     def cost(self) -> _Costs:
         """Predicted cost."""
 
+    @property
+    def safe_memory_bytes(self) -> int:
+        """The safe end of the predicted peak; the likely one where nothing is known of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class AuditReport(AuditData):
     """The comparison of a compiled program with its plan.
 
     `ok` means that at least 95 % of the planned bytes were found, each within 10 %, and at most 5 % of the compiled bytes are
-    unplanned. `memory.ok` means that the compiled peak is at most 1.25 of the planned one, or less than 1 MiB above it; the text says
-    that the program agrees with the plan where both hold. `missing` and `unplanned` list the differences with source lines.
+    unplanned. `memory.ok` means that the compiled peak is at most the safe end of the planned one (1.25 of it where there is none),
+    or less than 1 MiB above it; the text says that the program agrees with the plan where both hold. `missing` and `unplanned` list the
+    differences with source lines.
     """
 
     def __str__(self) -> str:
@@ -66,8 +71,9 @@ def audit_program(plan: AuditedPlan, compiled: jax.stages.Compiled, ways: Sequen
         judges_memory: whether the compiler is the one that the plan is for, so that the peaks are to be alike.
     """
     memory = _read_memory(compiled, plan.cost.memory_bytes)
-    if memory is not None and not judges_memory:
-        memory = replace(memory, is_judged=False)
+    if memory is not None:
+        safe = plan.safe_memory_bytes
+        memory = replace(memory, is_judged=judges_memory, safe_bytes=safe if safe > memory.planned_bytes else 0)
     return audit_text(plan, compiled.as_text() or "", ways, memory)
 
 

@@ -24,8 +24,9 @@ class Moved(NamedTuple):
 class Bill:
     """All costs of an assignment in one step, per device.
 
-    `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op. `early` has the
-    updates that the bill counts as run right behind their gradients.
+    `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op, of which
+    `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. `early` has the updates that the
+    bill counts as run right behind their gradients.
     """
 
     collectives: list[Collective] = field(default_factory=list)
@@ -33,6 +34,8 @@ class Bill:
     moves: list[Moved] = field(default_factory=list)
     compute_s: float = 0.0
     memory_bytes: int = 0
+    argument_bytes: int = 0
+    safe_bytes: int = 0
     memory_profile: tuple[int, ...] = ()
     early: tuple[EarlyUpdate, ...] = ()
     hidden_communication_s: float = 0.0

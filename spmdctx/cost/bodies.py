@@ -12,6 +12,7 @@ from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Step
+from spmdctx.cost.price.peak import set_peak
 from spmdctx.ir.collective import CauseForm
 from spmdctx.ir.graph import Graph, Op, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, axes_of, replicated
@@ -45,7 +46,7 @@ def add_bodies(bill: Bill, graph: Graph, bodies: Iterable[Body], assignment: Ass
         made = sum(local_bytes(graph.values[value], assignment.values[value], mesh) for value in op.results)
         alive[body.op] += max(_own_peak(body, own, gathered, topology) - made, 0) - sum(gathered.values())
     _combine_reductions(bill, mesh, topology)
-    bill.memory_profile, bill.memory_bytes = tuple(alive), max(alive, default=0)
+    set_peak(bill, alive, topology)
 
 
 def _gathered(bill: Bill, graph: Graph, op: Op, mesh: LogicalMesh) -> dict[int, int]:

@@ -167,6 +167,11 @@ class PipelineData:
         return max(stage.memory_bytes for stage in self.stages)
 
     @property
+    def safe_memory_bytes(self) -> int:
+        """The same: what the programs of stages may take beside that was not measured."""
+        return self.memory_bytes
+
+    @property
     def after_s(self) -> float:
         """Seconds of what follows the loss: in each round, those of what all stages do together, and of the slowest stage."""
         rounds: dict[str, float] = {}

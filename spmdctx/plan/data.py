@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple, Self, TypeVar
 
 from spmdctx.cost.memory.early_updates import EarlyUpdate
@@ -14,6 +15,7 @@ from spmdctx.ir.graph import Graph, Op, Origin, Role, item_bytes
 from spmdctx.ir.mesh import LogicalMesh, local_shape
 from spmdctx.ir.rule import OpRule, factor_name
 from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
+from spmdctx.machine.xla.memory.spread import safe_bytes
 from spmdctx.plan.alternatives import Alternatives
 from spmdctx.plan.rows import Rows
 from spmdctx.search.problem.fold import ROUNDS, SMALL
@@ -30,6 +32,7 @@ class PeakForm(Enum):
 
     OVER_DEVICE = "The predicted peak of {peak} per device is over the {capacity} that a program may use of a {device}."
     OVER_BUDGET = "The predicted peak of {peak} per device is over memory_bytes={budget}; only auto_parallel can meet a budget."
+    MAY_BE_OVER = "The predicted peak of {peak} per device may be up to {safe} once compiled, which is over {limit}."
     WOULD_FIT = "{option} would let the step fit: its peak would be {peak} instead of {now}, and a step would take {seconds}{why}."
     OTHER_THAN_SAVED = "The predicted peak is {peak} per device, and not {saved} as in the strategy file: {why}."
 
@@ -102,7 +105,8 @@ class Reshard(NamedTuple):
 class Cost(NamedTuple):
     """Predicted seconds of one step and peak bytes of one device.
 
-    `communication_s` counts all collectives, one after the other; `total_s` only what does not hide behind compute.
+    `communication_s` counts all collectives, one after the other; `total_s` only what does not hide behind compute. `memory_bytes` is the
+    likely peak; `Plan.safe_memory_bytes` is what it may be.
     """
 
     compute_s: float
@@ -264,6 +268,16 @@ class PlanData:
     def mesh(self) -> dict[str, int]:
         """The size of each axis, by name."""
         return dict(self.logical_mesh.axes)
+
+    @cached_property
+    def safe_memory_bytes(self) -> int:
+        """The safe end of the predicted peak, in bytes of one device: budgets are kept by it.
+
+        Arguments are certain; the rest may be larger by a share that was measured on compiled programs. It is the likely end
+        where nothing was measured: on CPU, and on machines of a name of their own.
+        """
+        arguments = sum(tensor.local_bytes(self.logical_mesh) for tensor in self.inputs)
+        return safe_bytes(self.cost.memory_bytes, arguments, self.topology)
 
     @property
     def whole_mesh(self) -> LogicalMesh:

@@ -298,5 +298,5 @@ def _contradicts(plan: PlanData, extra_s: float, extra_bytes: int) -> bool:
     if plan.lower_bound_s is None or extra_s >= 0:
         return False
     limit = plan.memory_limit_bytes
-    fits = limit is None or plan.cost.memory_bytes + extra_bytes <= limit
+    fits = limit is None or plan.safe_memory_bytes + extra_bytes <= limit
     return fits and rounded_s(plan.cost.total_s + extra_s - plan.lower_bound_s, plan.cost.total_s) < 0

@@ -219,8 +219,8 @@ def _context_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
 
 
 def _memory_differences(plan: PlanData, wanted: Wanted) -> Iterator[str]:
-    if wanted.memory_bytes is not None and plan.cost.memory_bytes > wanted.memory_bytes:
-        yield f"memory per device: the plan needs {bytes_text(plan.cost.memory_bytes)}, memory_bytes is {bytes_text(wanted.memory_bytes)}"
+    if wanted.memory_bytes is not None and plan.safe_memory_bytes > wanted.memory_bytes:
+        yield f"memory per device: the plan needs {bytes_text(plan.safe_memory_bytes)}, memory_bytes is {bytes_text(wanted.memory_bytes)}"
 
 
 def _counted(rows: Sequence[str]) -> Iterator[str]:

@@ -131,6 +131,9 @@ def plan_again(ask: Ask[AnyPlan], answer: Callable[..., Answer]) -> Answer:
     return answer(tuple(point for point, _ in rows), unmet, tuple(made for _, made in rows), tuple(notes))
 
 
+_OVER = (PeakForm.OVER_BUDGET, PeakForm.MAY_BE_OVER)
+
+
 class _OnDevices(Generic[AnyPlan]):
     """The points on one number of devices, with the one without a budget.
 
@@ -149,7 +152,7 @@ class _OnDevices(Generic[AnyPlan]):
         fastest = self._attempt(None)
         if fastest is not None:
             budgets = sorted(set(self._ask.memory_bytes), reverse=True)
-            for limit in budgets or [int(fastest.cost.memory_bytes * part) for part in FRACTIONS]:
+            for limit in budgets or [int(fastest.safe_memory_bytes * part) for part in FRACTIONS]:
                 if self._attempt(limit) is None:
                     break
         self.is_done = True
@@ -160,7 +163,7 @@ class _OnDevices(Generic[AnyPlan]):
         for point, made in sorted(self._found.values(), key=lambda row: (row[0].total_s, row[0].memory_bytes)):
             # A brief search may find a better plan under a smaller budget, which serves the larger one too.
             limit = point.memory_limit_bytes
-            better = next((place for place, (own, _) in enumerate(kept) if limit is not None and own.memory_bytes <= limit), None)
+            better = next((place for place, (_, own) in enumerate(kept) if limit is not None and own.safe_memory_bytes <= limit), None)
             if better is None or kept[better][0].total_s == point.total_s:
                 kept.append((point, made))
             else:
@@ -176,8 +179,8 @@ class _OnDevices(Generic[AnyPlan]):
             self.unmet.append(Unmet(self._count, limit, error.summary))
             self._ask.progress(self.unmet[-1])
             return None
-        if limit is not None and made.cost.memory_bytes > limit:
-            why = next((note for note in made.notes if isinstance(note, PeakNote) and note.form is PeakForm.OVER_BUDGET), "")
+        if limit is not None and made.safe_memory_bytes > limit:
+            why = next((note for note in made.notes if isinstance(note, PeakNote) and note.form in _OVER), "")
             self.unmet.append(Unmet(self._count, limit, str(why) or "The predicted peak is over the budget."))
             self._ask.progress(self.unmet[-1])
             return None

@@ -131,7 +131,7 @@ def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: 
 
 
 def _peak(step: Step, setup: Setup, assignment: Assignment, options: SearchOptions) -> int:
-    return bill_of(step, assignment, setup.mesh, options.topology).memory_bytes
+    return bill_of(step, assignment, setup.mesh, options.topology).safe_bytes
 
 
 def _search(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -213,6 +213,9 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
             found.setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in the memory.")
     if isinstance(found, Shortfall) and options.memory_bytes is not None:
         raise infeasible(step, request, options.topology, own, found, budgets_of(request))
+    if isinstance(found, Shortfall):
+        # No plan is safe. One that is likely to fit is better than the fastest, and a note of the planner says what it may take.
+        found = budgets_of(request).within(replace(own, is_likely=True))
     if isinstance(found, Shortfall):
         note = over_device(step, request.num_devices, options.topology, found)
         found = found.fastest

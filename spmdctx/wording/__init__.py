@@ -101,6 +101,11 @@ def exact_bytes_text(count: int) -> str:
     return number if abs(count) < 1024 else f"{number} ({bytes_text(count)})"
 
 
+def peak_text(likely: float, safe: float) -> str:
+    """Formats the interval of a peak, as in `12.3 GiB (likely), 13.9 GiB (safe)`; one number where both ends are alike."""
+    return f"{bytes_text(likely)} (likely), {bytes_text(safe)} (safe)" if safe > likely else bytes_text(likely)
+
+
 def counted(count: int, noun: str) -> str:
     """Formats a count, as in `1 device` or `8 devices`."""
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -26,6 +26,7 @@ class StandInPlan:
     logical_mesh: LogicalMesh
     collectives: tuple[Collective, ...]
     cost: Cost = Cost(1 << 20)
+    safe_memory_bytes: int = 1 << 20
 
 
 def planned(kind, axes, payload, repeats=1):
@@ -143,18 +144,20 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("planned_bytes", "compiled", "ok", "said"),
+    ("planned_bytes", "safe_bytes", "compiled", "ok", "said"),
     [
-        (100 * MIB, 125 * MIB, True, "; its peak of memory is 1.25 of the planned one."),
-        (100 * MIB, 126 * MIB, False, "; its peak of memory is 1.26 of the planned one, and may be 1.25 of it."),
-        (100 * MIB, 50 * MIB, True, "; its peak of memory is 0.50 of the planned one."),
-        (MIB, 2 * MIB - 1, True, "; its peak of memory is 2.00 of the planned one, which is less than 1.00 MiB above it."),
-        (MIB, 2 * MIB, False, "; its peak of memory is 2.00 of the planned one, and may be 1.25 of it."),
-        (0, 10, True, "0.0% of 256 KiB compiled is unplanned."),
+        (100 * MIB, 130 * MIB, 130 * MIB, True, "; its peak of memory is 1.30 of the planned one, within the 130 MiB that are safe."),
+        (100 * MIB, 110 * MIB, 120 * MIB, False, "; its peak of memory is 1.20 of the planned one, above the 110 MiB that are safe."),
+        (100 * MIB, 0, 125 * MIB, True, "; its peak of memory is 1.25 of the planned one."),
+        (100 * MIB, 0, 126 * MIB, False, "; its peak of memory is 1.26 of the planned one, and may be 1.25 of it."),
+        (100 * MIB, 0, 50 * MIB, True, "; its peak of memory is 0.50 of the planned one."),
+        (MIB, 0, 2 * MIB - 1, True, "; its peak of memory is 2.00 of the planned one, which is less than 1.00 MiB above it."),
+        (MIB, 0, 2 * MIB, False, "; its peak of memory is 2.00 of the planned one, and may be 1.25 of it."),
+        (0, 0, 10, True, "0.0% of 256 KiB compiled is unplanned."),
     ],
 )
-def test_a_peak_above_the_planned_one_is_judged_and_said(data_parallel, planned_bytes, compiled, ok, said):
-    memory = MemoryUse(planned_bytes, compiled, 0, 0, 0, compiled)
+def test_a_peak_above_the_planned_one_is_judged_and_said(data_parallel, planned_bytes, safe_bytes, compiled, ok, said):
+    memory = MemoryUse(planned_bytes, compiled, 0, 0, 0, compiled, safe_bytes=safe_bytes)
     report = audit_text(StandInPlan(DATA, GRADIENTS), data_parallel, WAYS, memory)
     assert report.ok
     assert report.to_dict()["memory"]["ok"] is ok

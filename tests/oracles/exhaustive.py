@@ -52,7 +52,8 @@ class Conditions:
         forced: ops whose split is fixed.
         limits: parameters of the search.
         memory_bytes: budget per device for the peak of what is stored, None for none.
-        count_copies: whether the budget is for the whole peak that `price` predicts, with the copies that are made on the way.
+        count_copies: whether the budget is for the safe end of the whole peak that `price` predicts, with the copies that are made on
+            the way.
         donated: input values whose memory the step may reuse.
     """
 
@@ -189,7 +190,7 @@ class _Everything:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
             return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
-        return price(Step(self.graph, self.scopes, self.from_literals), assignment, self.mesh, self.topology, donated).memory_bytes
+        return price(Step(self.graph, self.scopes, self.from_literals), assignment, self.mesh, self.topology, donated).safe_bytes
 
     def _share(self, value: Value) -> float:
         """The part of its own bytes that a value takes in memory."""

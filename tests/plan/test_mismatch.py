@@ -83,7 +83,7 @@ def test_many_differences_are_counted():
         ({"topology": "a100"}, "topology", "topology: h100 in the file, a100 here"),
         ({"mode": "semi_auto_parallel"}, "context", "parallel_mode: 'auto_parallel' in the file, 'semi_auto_parallel' here"),
         ({"options": (("full_batch", True),)}, "context", "full_batch: its default in the file, True here"),
-        ({"memory_bytes": 2**20}, "memory budget", "memory per device: the plan needs 5.00 MiB, memory_bytes is 1.00 MiB"),
+        ({"memory_bytes": 2**20}, "memory budget", "memory per device: the plan needs 7.25 MiB, memory_bytes is 1.00 MiB"),
     ],
 )
 def test_what_differs_around_the_program_is_named(changes, title, said):

@@ -29,7 +29,7 @@ class Replanner:
             raise InfeasibleError(f"No plan needs less than {16 // num_devices} MiB.")
         total_s = (1 + needed / limit) / num_devices
         mesh = LogicalMesh.of({"data": num_devices})
-        return small_plan(logical_mesh=mesh, cost=Cost(total_s, 0.0, total_s, limit), memory_limit_bytes=memory_bytes)
+        return small_plan(logical_mesh=mesh, topology="cpu", cost=Cost(total_s, 0.0, total_s, limit), memory_limit_bytes=memory_bytes)
 
 
 @pytest.fixture

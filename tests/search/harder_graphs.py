@@ -42,6 +42,7 @@ def harder_machine(seed: int) -> Topology:
     known = PRESETS[choose(tuple(PRESETS))]
     machine = replace(
         known,
+        device=known.device if known.device == "cpu" else f"random {known.device}",
         latency_s=choose((1e-9, 1e-8, 1e-6)),
         network_latency_s=choose((1e-8, 1e-6)),
         network_bytes_per_s=choose((known.network_bytes_per_s, 1e9)),

@@ -282,8 +282,10 @@ def random_machine(seed: int) -> Topology:
     """A machine on which small tensors are worth splitting and moving."""
     choose = random.Random(seed).choice
     known = PRESETS[("h100", "cpu", "tpu-v5p")[seed % 3]]
+    # By a name of its own nothing is known of its memory: both ends of a peak are alike, and there are no tiles.
     return replace(
         known,
+        device=known.device if known.device == "cpu" else f"random {known.device}",
         latency_s=choose((1e-9, 1e-8, 1e-6)),
         network_latency_s=1e-8,
         peak_flops_per_s=choose((1e11, 1e12, 1e13)),

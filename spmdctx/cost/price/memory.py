@@ -13,12 +13,15 @@ from spmdctx.cost.memory.early_updates import Late, early_updates
 from spmdctx.cost.memory.lives import compiled_memory, profile
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
+from spmdctx.cost.price.peak import set_peak
 from spmdctx.ir.analysis.kinds import value_kinds
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import Op
+from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
+from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_tiles
 from spmdctx.machine.xla.overlap import overlap_candidates
 
 
@@ -69,7 +72,8 @@ class MemoryCount:
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
         waits = self._assigned.topology.compiler.runs_barriers_in_order
         bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
-        bill.memory_profile, bill.memory_bytes = tuple(alive.tolist()), int(alive.max())
+        bill.argument_bytes = sum(sizes[value] for value in dict.fromkeys(graph.inputs))
+        set_peak(bill, alive.tolist(), self._assigned.topology)
 
     def _sizes(self) -> Sequence[int]:
         """Returns the bytes that each value takes in memory."""
@@ -82,4 +86,9 @@ class MemoryCount:
         alike.refine(np.frombuffer(narrow, dtype=np.uint8))
         firsts, numbers = alike.classes()
         sizes = [self._assigned.stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
-        return [sizes[number] for number in numbers.tolist()]
+        found = [sizes[number] for number in numbers.tolist()]
+        if has_tiles(self._assigned.topology.device):
+            for value, minor in in_tiles(graph).items():
+                shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
+                found[value] = int(found[value] * filled_up(shape, minor))
+        return found

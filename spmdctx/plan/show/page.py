@@ -17,7 +17,7 @@ from spmdctx.plan.show.explanation import story
 from spmdctx.plan.show.page_charts import memory_chart, time_bands
 from spmdctx.plan.summary.rates import device_bytes, limit_text, rates_text
 from spmdctx.plan.summary.sentence import sentence_of
-from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, peak_text, place_text, seconds_text, share_text
 
 MAX_CELLS = 256
 MAX_MEMBERS = 400
@@ -118,7 +118,7 @@ def _tiles(plan: PlanData) -> str:
         tile(
             "memory per device",
             bytes_text(cost.memory_bytes),
-            limit_text(plan).strip() or "peak",
+            _room_text(plan),
             cost.memory_bytes / limit if limit else None,
         ),
     ]
@@ -126,6 +126,12 @@ def _tiles(plan: PlanData) -> str:
         gap = "" if plan.gap is None else f"gap {100 * plan.gap:.2f} %"
         tiles.append(tile("lower bound", seconds_text(plan.lower_bound_s), f"{gap} in {plan.declared_space}".strip()))
     return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _room_text(plan: PlanData) -> str:
+    """Returns the safe end of a peak, and what it is a part of."""
+    safe = f"likely; {bytes_text(plan.safe_memory_bytes)} is safe" if plan.safe_memory_bytes > plan.cost.memory_bytes else ""
+    return ", ".join(filter(None, (safe, limit_text(plan).strip()))) or "peak"
 
 
 def tile(name: str, value: str, detail: str, filled: float | None = None) -> str:
@@ -141,8 +147,8 @@ def _time(plan: PlanData) -> str:
 
 
 def _memory(plan: PlanData) -> str:
-    chart = memory_chart(plan)
-    return section("Memory over the step", f"{bytes_text(plan.cost.memory_bytes)} at the peak, per device", chart) if chart else ""
+    chart, peak = memory_chart(plan), peak_text(plan.cost.memory_bytes, plan.safe_memory_bytes)
+    return section("Memory over the step", f"{peak} at the peak, per device", chart) if chart else ""
 
 
 def _mesh(plan: PlanData) -> str:

@@ -19,6 +19,7 @@ def plan_figures(plan: PlanData) -> dict[str, Any]:
         "topology": plan.topology,
         "options": dict(plan.options),
         "cost": plan.cost,
+        "safe_memory_bytes": plan.safe_memory_bytes,
         "memory_limit_bytes": plan.memory_limit_bytes,
         "lower_bound_s": plan.lower_bound_s,
         "gap": plan.gap,

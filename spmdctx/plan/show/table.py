@@ -16,7 +16,7 @@ from spmdctx.plan.data import PlanData
 from spmdctx.plan.groups import CommunicationGroup, TensorGroup, by_cause, by_kind, group_tensors
 from spmdctx.plan.summary.rates import limit_text, rates_text
 from spmdctx.plan.summary.sentence import sentence_of
-from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, place_text, seconds_text, share_text
+from spmdctx.wording import TIMES, bytes_text, counted, dtype_text, mesh_text, peak_text, place_text, seconds_text, share_text
 
 MAX_CAUSES = 8
 MAX_NOTES = 20
@@ -72,7 +72,8 @@ def _summary(plan: PlanData) -> Table:
     rates = rates_text(plan)
     if rates:
         grid.add_row("rate", rates)
-    grid.add_row("memory", Text.assemble((bytes_text(cost.memory_bytes), "bold"), f"{limit_text(plan)}  peak per device"))
+    peak = peak_text(cost.memory_bytes, plan.safe_memory_bytes)
+    grid.add_row("memory", Text.assemble((peak, "bold"), f"{limit_text(plan)}  peak per device"))
     grid.add_row("optimum", _certificate(plan))
     if plan.options:
         grid.add_row("options", ", ".join(f"{name}={value!r}" for name, value in plan.options))

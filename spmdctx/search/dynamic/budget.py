@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.memory.lives import Peak
 from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import Effort, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation
@@ -76,9 +77,14 @@ class Budget:
         self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
         self.schedule = options.schedule_of(formulation.step)
         self.memory_bytes = options.memory_bytes or 0
+        self.spread = 0.0 if options.is_likely else spread_on(formulation.topology.device).least_share(self.memory_bytes)
         self.spent = self._before = 0.0
         self.fitting: dict[LogicalMesh, Sequence[int]] = {}
         self.costs_s: dict[LogicalMesh, float] = {}
+
+    def peak_of(self, found: Found) -> Peak:
+        """Returns the peak of a plan that is to be within the budget."""
+        return self.formulation.peak_of(found, is_likely=self.options.is_likely)
 
     def begin(self, schedule: Schedule) -> None:
         """Takes another schedule, whose work is limited by itself."""
@@ -177,7 +183,7 @@ class _Run:
         self._proof = budget.left(budget.schedule.proof) / 2
         self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
-        full = float(budget.memory_bytes + on_chip(formulation.topology).total_bytes)
+        full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology).total_bytes
         self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
         # The bound without a budget holds within the budget too.
@@ -201,8 +207,8 @@ class _Run:
     def _round(self) -> Found | Shortfall | Beaten | None:
         """Tries one limit; returns None where another try may help."""
         mesh, limits = self._mesh, self._limits
-        only_stored = self._effort.only_stored
-        limited = with_memory(mesh.tables, mesh.problem, self._formulation.memory, limits.limit, self._copies, only_stored=only_stored)
+        memory, only_stored, spread = self._formulation.memory, self._effort.only_stored, self._budget.spread
+        limited = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
         if self.allowance.is_spent():
             return self._cut(solution)
@@ -216,7 +222,7 @@ class _Run:
             return Beaten(self._bound_s)
         self._last = (solution.states[: len(mesh.tables.choices)],)
         found = self._formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)._replace(lower_bound_s=self._bound_s)
-        peak = self._formulation.peak_of(found)
+        peak = self._budget.peak_of(found)
         fits = peak.bytes <= self._budget.memory_bytes
         if (not fits and self._counts_more(peak)) or self._proves_more(solution):
             return None
@@ -244,7 +250,7 @@ class _Run:
         if isinstance(solution, Solution):
             self._last = (solution.states[: len(self._mesh.tables.choices)],)
             found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
-            peak = self._formulation.peak_of(found)
+            peak = self._budget.peak_of(found)
             if peak.bytes <= self._budget.memory_bytes:
                 self.lift()
                 if self._seen is None or found.cost_s < self._seen.cost_s:
@@ -338,7 +344,7 @@ class _Run:
 
         def accept(solution: Solution) -> Found | None:
             found = formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)
-            if not formulation.fits(found, self._budget.memory_bytes):
+            if self._budget.peak_of(found).bytes > self._budget.memory_bytes:
                 return None
             self.lift()
             return found

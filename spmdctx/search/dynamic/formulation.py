@@ -122,14 +122,14 @@ class Formulation(Generic[TablesT]):
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
         return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
 
-    def peak_of(self, found: Found) -> Peak:
-        """Returns the op at which most bytes are alive, copies included, and how many."""
+    def peak_of(self, found: Found, *, is_likely: bool = False) -> Peak:
+        """Returns the op at which most bytes are alive, copies included, and how many are safe to allow for, or likely."""
         bill = bill_of(self.step, found.assignment, found.setup.mesh, self.topology)
-        return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes)
+        return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes if is_likely else bill.safe_bytes)
 
-    def fits(self, found: Found, memory_bytes: int | None) -> bool:
-        """Returns whether a plan's peak is within a budget."""
-        return memory_bytes is None or self.peak_of(found).bytes <= memory_bytes
+    def fits(self, found: Found, memory_bytes: int | None, *, is_likely: bool = False) -> bool:
+        """Returns whether the safe end of a plan's peak, or the likely one, is within a budget."""
+        return memory_bytes is None or self.peak_of(found, is_likely=is_likely).bytes <= memory_bytes
 
     def _price_s(self, assignment: Assignment, mesh: LogicalMesh) -> float:
         return bill_of(self.step, assignment, mesh, self.topology).total_s

@@ -26,6 +26,7 @@ class DynamicOptions:
         limits: parameters of the search.
         max_axes: of the meshes that are tried; None for three if the program has at most `small_program` ops, else two.
         is_soft: whether the budget is not the user's, so that little time is spent on it.
+        is_likely: whether the likely peak is to be within the budget, and not the safe one.
         wants_any: whether any plan within the budget will do.
         is_brief: whether this is one of many budgets, so that little work is spent on proofs.
         is_rough: whether the plan only tells how plans compare, so that it is not improved within a budget that the user did not set.
@@ -41,6 +42,7 @@ class DynamicOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     max_axes: int | None = None
     is_soft: bool = False
+    is_likely: bool = False
     wants_any: bool = False
     is_brief: bool = False
     is_rough: bool = False

@@ -101,9 +101,10 @@ class Searcher(Search):
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan on the mesh of a set-up within the budget, if there is one below `known_s`."""
         found, formulation = self._meshes.fastest_on(setup, known_s), self._meshes.formulation
-        if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes):
+        is_likely = self._options.is_likely
+        if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes, is_likely=is_likely):
             return found
-        return self._meshes.within(Budget(formulation, self._options, formulation.peak_of(found)), found, known_s)
+        return self._meshes.within(Budget(formulation, self._options, formulation.peak_of(found, is_likely=is_likely)), found, known_s)
 
     def _setups(self, request: Request) -> list[Setup]:
         """Prepares a set-up for every mesh that may be tried."""
@@ -140,11 +141,11 @@ class Budgets:
     def within(self, options: DynamicOptions) -> Found | Shortfall:
         """Finds the cheapest assignment within the budget of `options`, whose limits and axes are those of the search."""
         formulation = self._meshes.formulation
-        if formulation.fits(self._fastest, options.memory_bytes):
+        if formulation.fits(self._fastest, options.memory_bytes, is_likely=options.is_likely):
             return _as_plan(self._fastest)
         if self._fastest.is_interrupted:
             raise KeyboardInterrupt
-        budget = Budget(formulation, options, formulation.peak_of(self._fastest))
+        budget = Budget(formulation, options, formulation.peak_of(self._fastest, is_likely=options.is_likely))
         self._best = None
         try:
             found = _as_result(self._cheapest(budget))

@@ -10,6 +10,7 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.analysis.carried import carried_inputs
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.effort import ENOUGH_DEVICES, ENOUGH_PLAN
 from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
@@ -59,7 +60,8 @@ def infeasible(
     said = _said(found, request.num_devices, f"keeps the step within memory_bytes={options.memory_bytes}")
     joined = f"; axes of the mesh were used only together: {found.joined}" if found.joined else ""
     least = exact_bytes_text(found.least_bytes)
-    alive = f"at least {least} alive there" if found.is_proven else f"{least} alive there in the smallest plan of this search"
+    what = "to allow for" if spread_on(topology.device).of(1) else "alive"
+    alive = f"at least {least} {what} there" if found.is_proven else f"{least} {what} there in the smallest plan of this search"
     return InfeasibleError(
         f"{said}{', as was proven' if found.is_proven else ''}{joined}.",
         where=place_of(step, found.time),
@@ -118,7 +120,7 @@ def over_budget(step: Step, bill: Bill, memory_bytes: int, num_devices: int, top
         f"{what} does not keep within memory_bytes={memory_bytes}.",
         where=place_of(step, time),
         got=f"{exact_bytes_text(bill.memory_bytes)} alive there, the largest of them {_largest(step, topology, time)}",
-        need=f"memory_bytes={bill.memory_bytes} ({bytes_text(bill.memory_bytes)})",
+        need=f"memory_bytes={bill.safe_bytes} ({bytes_text(bill.safe_bytes)})",
         fix=fix,
     )
 
@@ -197,7 +199,7 @@ def _enough_bytes(
 
 
 def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
-    return bill_of(step, found.assignment, found.setup.mesh, topology).memory_bytes
+    return bill_of(step, found.assignment, found.setup.mesh, topology).safe_bytes
 
 
 def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:

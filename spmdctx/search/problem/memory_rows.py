@@ -34,14 +34,21 @@ Passing = Carry | Source
 
 
 def with_memory(
-    tables: Tables, problem: Problem, memory: StepMemory, limit: float, passing: Collection[Passing] = (), *, only_stored: bool = False
+    tables: Tables,
+    problem: Problem,
+    memory: StepMemory,
+    limit: float,
+    passing: Collection[Passing] = (),
+    *,
+    only_stored: bool = False,
+    spread: float = 0.0,
 ) -> Problem:
     """Returns the problem with the budget `limit` in bytes; its states begin with those of the problem without a budget.
 
-    The problem counts values as they are stored. Unless `only_stored`, it also counts gathered copies, and the copies of `passing`. The
-    chip's share (`on_chip`) is part of the limit.
+    The problem counts values as they are stored. Unless `only_stored`, it also counts gathered copies, and the copies of `passing`. What
+    is no argument counts more by the share `spread`. The chip's share (`on_chip`), `spread` included, is part of the limit.
     """
-    builder = _RowBuilder(tables, problem)
+    builder = _RowBuilder(tables, problem, spread)
     builder.add_values(memory)
     if not only_stored:
         builder.add_copies(memory)
@@ -130,10 +137,11 @@ class _Reader(NamedTuple):
 
 
 class _RowBuilder:
-    def __init__(self, tables: Tables, problem: Problem) -> None:
+    def __init__(self, tables: Tables, problem: Problem, spread: float) -> None:
         self._tables, self._network, self._space = tables, tables.network, tables.space
         self._costs, self._edges = list(problem.costs), list(problem.edges)
         self._usages: list[FloatArray | None] = [None] * len(problem.costs)
+        self._spread, self._arguments = spread, set[int]()
         self._auxiliary: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
         self._slices: dict[tuple[object, ...], BoolArray] = {}
@@ -145,6 +153,9 @@ class _RowBuilder:
     def problem(self, limit: float) -> Problem:
         """Builds the problem from all that was added."""
         nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
+        if self._spread:
+            # A node that is an argument in one layer and none in another counts as one: rows are a lower bound.
+            nothing = [usage if node in self._arguments else usage * (1 + self._spread) for node, usage in enumerate(nothing)]
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
 
     def add_rows_off_chip(self, memory: StepMemory) -> None:
@@ -163,15 +174,20 @@ class _RowBuilder:
     def add_values(self, memory: StepMemory) -> None:
         """Adds every value that exists in memory, where it is stored."""
         network, space = self._network, self._space
+        arguments = frozenset(space.graph.inputs)
         for value, start, end in memory.lives:
             slot = space.slot_of[value]
             if slot in space.free_slots:
                 continue
             slot_class = network.folded.slot_class[slot]
             if slot_class < 0:
-                self._lives.append(Life(self._unread_node(value), start, end + 1))
+                unread = self._unread_node(value)
+                self._arguments.add(unread)
+                self._lives.append(Life(unread, start, end + 1))
                 continue
             node = network.slot_nodes[slot_class]
+            if value in arguments:
+                self._arguments.add(node)
             usage = self._usages[node]
             if usage is None or (memory.narrow[value] and space.topology.compiler.narrows_matrix_operands):
                 size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(

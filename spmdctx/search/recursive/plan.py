@@ -64,4 +64,4 @@ def _enough_bytes(step: Step, request: Request, topology: Topology, options: Rec
         budget = max(tried.enough_bytes, budget + 1)
     fastest = RecursiveSearcher(step, topology, replace(options, memory_bytes=None)).plan(request)
     assert not isinstance(fastest, Shortfall), "only a budget can fall short"
-    return bill_of(step, fastest.assignment, fastest.setup.mesh, topology).memory_bytes
+    return bill_of(step, fastest.assignment, fastest.setup.mesh, topology).safe_bytes

@@ -142,7 +142,7 @@ class PricedAlternatives:
     def fits(self, alternative: Alternative) -> bool:
         """Returns whether the alternative keeps to the budget; over a plan that does not, it needs no more memory than the plan."""
         limit = self.memory_bytes
-        return limit is None or alternative.bill.memory_bytes <= max(limit, self._bill.memory_bytes)
+        return limit is None or alternative.bill.safe_bytes <= max(limit, self._bill.safe_bytes)
 
     def flips(self, alternative: Alternative) -> tuple[Flip, ...]:
         """Lists the changes that would make the alternative the better choice; none if it already is.
@@ -152,7 +152,7 @@ class PricedAlternatives:
         if alternative.delta_s < 0 and self.fits(alternative):
             return ()
         if alternative.delta_s <= 0 and not self.fits(alternative):
-            return (Flip("memory_bytes", False, float(alternative.bill.memory_bytes), self.memory_bytes, alternative.delta_s),)
+            return (Flip("memory_bytes", False, float(alternative.bill.safe_bytes), self.memory_bytes, alternative.delta_s),)
         links = self._bandwidth_flips(alternative) if alternative.delta_s > 0 else ()
         return (*self._memory_flips(alternative), *links, *self._batch_flips(alternative))
 
@@ -232,7 +232,7 @@ class PricedAlternatives:
 
     def _memory_flips(self, alternative: Alternative) -> Iterator[Flip]:
         if alternative.delta_bytes < 0:
-            yield Flip("memory_bytes", True, float(self._bill.memory_bytes), self.memory_bytes, alternative.delta_s)
+            yield Flip("memory_bytes", True, float(self._bill.safe_bytes), self.memory_bytes, alternative.delta_s)
 
     def _bandwidth_flips(self, alternative: Alternative) -> Iterator[Flip]:
         """Yields the bandwidths at which links make up for the difference; compute stays as it is."""

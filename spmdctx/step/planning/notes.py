@@ -92,7 +92,7 @@ def plan_notes(
             notes.append(
                 f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
             )
-    notes += memory_notes(settings, bill.memory_bytes)
+    notes += memory_notes(settings, bill.memory_bytes, bill.safe_bytes)
     if setup.mesh.num_devices > 1:
         notes += [] if captured.is_part else _batch_notes(program)
         # What follows a pipeline's loss has no batch, by which its devices could share the work.
@@ -122,15 +122,16 @@ def _early_notes(program: Program, captured: Captured, bill: Bill) -> list[str]:
     return [f"The rest of the step waits for the new value of {listed}: what its gradient is made of would be in memory to the end."]
 
 
-def memory_notes(settings: Settings, peak_bytes: int) -> list[str]:
-    """Returns a note if the peak is over the user's budget, or without one over the memory of a device."""
+def memory_notes(settings: Settings, peak_bytes: int, safe_bytes: int) -> list[str]:
+    """Returns a note if the peak is, or may be, over the user's budget, or without one over the memory of a device."""
     machine, peak = settings.topology, exact_bytes_text(peak_bytes)
-    if settings.memory_bytes is None:
-        capacity = bytes_text(machine.memory_bytes)
-        over = PeakNote(PeakForm.OVER_DEVICE, peak=peak, capacity=capacity, device=machine.device)
-        return [over] if peak_bytes > machine.memory_bytes else []
-    over = PeakNote(PeakForm.OVER_BUDGET, peak=peak, budget=settings.memory_bytes)
-    return [over] if peak_bytes > settings.memory_bytes else []
+    budget, capacity = settings.memory_bytes, bytes_text(machine.memory_bytes)
+    limit = machine.memory_bytes if budget is None else budget
+    if peak_bytes > limit:
+        over_device = PeakNote(PeakForm.OVER_DEVICE, peak=peak, capacity=capacity, device=machine.device)
+        return [over_device if budget is None else PeakNote(PeakForm.OVER_BUDGET, peak=peak, budget=budget)]
+    of = f"the {capacity} that a program may use of a {machine.device}" if budget is None else f"memory_bytes={budget}"
+    return [PeakNote(PeakForm.MAY_BE_OVER, peak=peak, safe=exact_bytes_text(safe_bytes), limit=of)] if safe_bytes > limit else []
 
 
 def without_peak_notes(notes: Iterable[str]) -> list[str]:

@@ -80,7 +80,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
             setup, assignment, certificate = search(step, request, options)
         assigned = Assigned(step, assignment, setup.mesh, settings.topology)
         bill, directives = priced(program, assigned, settings.context, written_collectives(program, setup.parts))
-        if settings.memory_bytes is not None and bill.memory_bytes > settings.memory_bytes and search_mode(settings):
+        if settings.memory_bytes is not None and bill.safe_bytes > settings.memory_bytes and search_mode(settings):
             raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
         undivided = undivided_batch(program, request, setup.mesh, assignment)
         setup.notes += undivided

@@ -99,7 +99,7 @@ def _with_price(plan: Plan, here: Plan, settings: Settings) -> Plan:
         return replace(plan, memory_profile=here.memory_profile, early=here.early)
     notes, peak_bytes = list(plan.notes), here.cost.memory_bytes
     if plan.cost.memory_bytes != peak_bytes:
-        notes = without_peak_notes(notes) + memory_notes(settings, peak_bytes)
+        notes = without_peak_notes(notes) + memory_notes(settings, peak_bytes, here.safe_memory_bytes)
         known = exact_bytes_text(plan.cost.memory_bytes)
         why = "other arguments are donated here, or the topology has other figures"
         notes.append(PeakNote(PeakForm.OTHER_THAN_SAVED, peak=exact_bytes_text(peak_bytes), saved=known, why=why))

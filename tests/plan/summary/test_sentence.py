@@ -270,7 +270,7 @@ def test_a_searched_plan_is_what_the_shardings_of_its_inputs_say(program, topolo
 def test_a_budget_gives_a_plan_that_says_what_it_splits(share):
     loss, parameters, batch = SEARCHED["mlp"]
     whole = trained(loss, parameters, batch, parallel_mode="semi_auto_parallel", topology="h100")
-    budget = int(share * whole.cost.memory_bytes)
+    budget = int(share * whole.safe_memory_bytes)
     plan = trained(loss, parameters, batch, parallel_mode="auto_parallel", topology="h100", memory_bytes=budget)
     assert plan.summary != whole.summary == "Data-parallel over 8 devices"
     checked(plan.summary, [(t.path, t.role.value, t.shape, [axes or None for axes in t.sharding]) for t in plan.inputs], plan.mesh)

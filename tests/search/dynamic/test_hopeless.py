@@ -70,12 +70,12 @@ def test_the_error_comes_after_limited_work_and_its_budget_is_enough(name, addit
     for share in SHARES[name]:
         additions[0] = 0.0
         try:
-            spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=int(fastest.cost.memory_bytes * share))
+            spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=int(fastest.safe_memory_bytes * share))
         except InfeasibleError as error:
             infeasible += 1
             assert additions[0] < 2.5e9
             budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
-            assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).cost.memory_bytes <= budget
+            assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).safe_memory_bytes <= budget
     assert infeasible
 
 
@@ -96,9 +96,9 @@ def test_points_are_given_as_they_are_found_after_limited_work(name, additions):
 @pytest.mark.parametrize(("name", "share"), [("momentum", 0.7), ("pinned", 0.95)])
 def test_a_budget_that_can_be_met_takes_limited_work_too(name, share, additions):
     function, arguments = STEPS[name]
-    budget = int(spmdctx.plan(function, *arguments, **OPTIONS).cost.memory_bytes * share)
+    budget = int(spmdctx.plan(function, *arguments, **OPTIONS).safe_memory_bytes * share)
     additions[0] = 0.0
-    assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).cost.memory_bytes <= budget
+    assert spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=budget).safe_memory_bytes <= budget
     assert additions[0] < 5e9
 
 
@@ -107,4 +107,4 @@ def test_the_budget_that_an_error_names_is_far_below_what_the_fastest_plan_takes
     fastest = spmdctx.plan(function, *arguments, **OPTIONS)
     with pytest.raises(InfeasibleError, match=r"No plan on 8 devices.*as was proven") as error:
         spmdctx.plan(function, *arguments, **OPTIONS, memory_bytes=100)
-    assert int(re.search(r"need: +memory_bytes=(\d+)", str(error.value)).group(1)) < 0.6 * fastest.cost.memory_bytes
+    assert int(re.search(r"need: +memory_bytes=(\d+)", str(error.value)).group(1)) < 0.6 * fastest.safe_memory_bytes

@@ -90,14 +90,14 @@ def test_without_any_plan_the_interrupt_goes_on(interrupt):
 def test_a_plan_over_the_budget_is_none(interrupt, fastest):
     interrupt(MeshSearch, "fastest_on", 2)
     with pytest.raises(KeyboardInterrupt):
-        large(memory_bytes=fastest.cost.memory_bytes * 4 // 5)
+        large(memory_bytes=fastest.safe_memory_bytes * 4 // 5)
 
 
 def test_the_search_within_a_budget_is_interrupted_too(interrupt, fastest):
-    budget = fastest.cost.memory_bytes * 4 // 5
+    budget = fastest.safe_memory_bytes * 4 // 5
     interrupt(MeshSearch, "within", 2)
     plan = large(memory_bytes=budget)
-    assert plan.cost.memory_bytes <= budget
+    assert plan.safe_memory_bytes <= budget
     assert plan.cost.total_s >= fastest.cost.total_s
     assert is_interrupted(plan)
 

@@ -114,8 +114,10 @@ def test_the_plan_is_the_cheapest_in_a_budget(first, monkeypatch):
         made, mesh, machine = random_step(seed, 4), random_mesh(seed), random_machine(seed)
         if made.from_literals:
             continue
+        if seed % 2:
+            machine = replace(machine, device="h100")  # its temporaries may be larger than foreseen
         free = _search(made, mesh, machine)
-        peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, mesh, machine).memory_bytes
+        peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, mesh, machine).safe_bytes
         budget = int(peak * random.Random(seed).choice((0.95, 0.9, 0.7)))
         found = _search(made, mesh, machine, memory_bytes=budget)
         try:
@@ -159,7 +161,7 @@ def test_no_limit_is_tried_of_which_the_solver_has_said_that_it_is_too_low(monke
 
 
 def _peak(made, mesh, machine, assignment):
-    return price(Step(made.graph, made.scopes, made.from_literals), assignment, mesh, machine).memory_bytes
+    return price(Step(made.graph, made.scopes, made.from_literals), assignment, mesh, machine).safe_bytes
 
 
 def _step_on(seed):
@@ -269,7 +271,7 @@ def test_a_budget_is_tried_only_on_meshes_where_it_may_pay(monkeypatch):
         made, machine = random_step(seed), random_machine(seed)
         step, request = _step(made), _request(4)
         free = plan_dynamic(step, request, machine, DynamicOptions())
-        peak = bill_of(step, free.assignment, free.setup.mesh, machine).memory_bytes
+        peak = bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes
         plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
         spared += len(looked) < len(candidate_meshes(4, machine))
     assert spared

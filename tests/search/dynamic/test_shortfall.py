@@ -42,7 +42,7 @@ def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(
     )
     budget = int(re.search(r"need: +memory_bytes=(\d+)", str(error)).group(1))
     enough = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget))
-    peak = price(Step(made.graph, made.scopes, made.from_literals), enough.assignment, request.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.from_literals), enough.assignment, request.mesh, machine).safe_bytes
     assert peak == budget
     assert isinstance(plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=budget - 1)), Shortfall)
 
@@ -50,7 +50,7 @@ def test_the_budget_that_is_named_works_and_with_one_byte_less_no_plan_is_found(
 def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(monkeypatch):
     _, step, request, machine = _problem(6004)
     free = plan_dynamic(step, request, machine, DynamicOptions())
-    peak = bill_of(step, free.assignment, request.mesh, machine).memory_bytes
+    peak = bill_of(step, free.assignment, request.mesh, machine).safe_bytes
     missing = Infeasible(0, float("inf"), float("inf"), is_proven=False, lower_bound=free.cost_s)
     monkeypatch.setattr(budget_module, "solve", lambda *args, **how: missing)
     found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
@@ -63,7 +63,7 @@ def _tight(seed, small):
     made, machine = random_step(seed, 6), random_machine(seed)
     step = Step(made.graph, made.scopes, made.from_literals, frozenset())
     free = plan_dynamic(step, _request(2), machine, DynamicOptions(small_program=small))
-    peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, free.setup.mesh, machine).memory_bytes
+    peak = price(Step(made.graph, made.scopes, made.from_literals), free.assignment, free.setup.mesh, machine).safe_bytes
     return step, machine, DynamicOptions(memory_bytes=int(peak * 0.3), small_program=small)
 
 

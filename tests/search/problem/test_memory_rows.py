@@ -11,6 +11,7 @@ from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
+from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.free_values import place_free_values
 from spmdctx.search.dynamic.results import DynamicOptions
@@ -62,14 +63,15 @@ def _counted_and_billed(program, mesh, machine, times):
     problem = tables.problem()
     memory = compiled_memory(step.graph, step.scopes, step.donated, machine.compiler)
     passing = dict.fromkeys(one for time in range(len(step.graph.ops)) for one in passing_at(tables.network, memory, time))
-    limited = with_memory(tables, problem, memory, np.inf, passing)
+    spread = spread_on(machine.device).least_share(2**20)
+    limited = with_memory(tables, problem, memory, np.inf, passing, spread=spread)
     for seed in range(times):
         random = np.random.default_rng(seed)
         costs = tuple(own + random.random(len(own)) * scale_s * seed for own in problem.costs)
         states = solve(replace(problem, costs=costs)).states
         assignment = place_free_values(tables.space, tables.assignment(states, "test"), tables.pins)
         bill = bill_of(step, assignment, setup.mesh, machine)
-        yield counted_bytes(limited, completed(limited, states)), bill.memory_bytes + on_chip(machine).total_bytes
+        yield counted_bytes(limited, completed(limited, states)), bill.safe_bytes + (1 + spread) * on_chip(machine).total_bytes
 
 
 @pytest.mark.parametrize("scratch_bytes", [0, 2**17, 2**20, 2**26])
@@ -78,8 +80,8 @@ def _counted_and_billed(program, mesh, machine, times):
 def test_the_solver_counts_no_more_than_the_bill_and_all_of_it_for_a_large_chip(case, device, scratch_bytes):
     machine = replace(topology(device), scratch_bytes=scratch_bytes)
     pairs = list(_counted_and_billed(trace(*CASES[case]), LogicalMesh.of((2, 4)), machine, 12))
-    assert all(counted <= billed for counted, billed in pairs)
-    assert scratch_bytes < 2**26 or all(counted == billed for counted, billed in pairs)
+    assert all(counted <= billed * (1 + 1e-12) for counted, billed in pairs)
+    assert scratch_bytes < 2**26 or all(abs(counted - billed) < 1 for counted, billed in pairs)
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

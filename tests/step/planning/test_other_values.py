@@ -150,7 +150,7 @@ def test_buckets_that_keep_gradients_waiting_are_priced_without_them():
 
 def test_a_saved_plan_forgets_what_would_let_it_fit_where_it_fits(tmp_path):
     args, file = adam_arguments(), tmp_path / "plan.json"
-    budget = plan(adam, *args, donate_argnums=(0, 1)).cost.memory_bytes
+    budget = plan(adam, *args, donate_argnums=(0, 1)).safe_memory_bytes
     found = plan(adam, *args, mode="semi_auto_parallel", memory_bytes=budget)
     assert said(found, "donate_argnums")
     found.save(file)

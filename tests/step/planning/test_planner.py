@@ -234,8 +234,8 @@ def test_guesses_about_the_batch_and_patterns_without_a_match_are_noted():
 
 @pytest.mark.parametrize(("devices", "fix"), [(8, "dynamic_programming"), (1, "more devices")])
 def test_a_plan_that_was_not_searched_for_memory_is_refused_over_the_budget(devices, fix):
-    needed = plan(step, PARAMETERS, X, devices=devices).plan.cost.memory_bytes
-    assert plan(step, PARAMETERS, X, devices=devices, memory_bytes=needed).plan.cost.memory_bytes == needed
+    needed = plan(step, PARAMETERS, X, devices=devices).plan.safe_memory_bytes
+    assert plan(step, PARAMETERS, X, devices=devices, memory_bytes=needed).plan.safe_memory_bytes == needed
     with pytest.raises(InfeasibleError, match=f"(?s)alive there.*memory_bytes={needed}.*{fix}"):
         plan(step, PARAMETERS, X, devices=devices, memory_bytes=needed - 1)
 

@@ -81,9 +81,9 @@ def test_a_loaded_plan_has_the_peak_of_this_step_and_not_of_the_saved_one(file, 
     loaded = spmdctx.plan(step_fn, *state_of(), batch_of(), **other)
     assert (loaded.cost.memory_bytes < saved) == bool(donated)
     assert bool([note for note in loaded.notes if "as in the strategy file" in note]) == bool(donated)
-    assert spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes, **other).cost == loaded.cost
+    assert spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.safe_memory_bytes, **other).cost == loaded.cost
     with pytest.raises(PlanMismatchError, match="memory per device"):
-        spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.cost.memory_bytes - 1, **other)
+        spmdctx.plan(step_fn, *state_of(), batch_of(), memory_bytes=loaded.safe_memory_bytes - 1, **other)
 
 
 def test_a_loaded_plan_says_what_is_too_much_for_this_machine_not_the_saved_one(file, tmp_path, no_search):

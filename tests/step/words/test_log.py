@@ -23,7 +23,7 @@ def budgeted(share):
     loss, arguments = mlp_loss(), ({"up": shaped(256, 1024), "down": shaped(1024, 256)}, {name: shaped(64, 32, 256) for name in "xy"})
     options = {"parallel_mode": "auto_parallel", "topology": "h100"}
     fastest = trained(loss, *arguments, **options)
-    return trained(loss, *arguments, **options, memory_bytes=int(share * fastest.cost.memory_bytes))
+    return trained(loss, *arguments, **options, memory_bytes=int(share * fastest.safe_memory_bytes))
 
 
 def rows(count, dtype=jnp.float32):

@@ -1,0 +1,90 @@
+"""XLA on TPU lays what products with batch dimensions read and make in tiles of 8 by 128, and fills these up.
+
+What XLA does: memory is in tiles of the two minor dimensions. Most arrays are laid out so that little is filled up. Operands and results
+    of a product with batch dimensions have other dimensions as their minor ones, however small: f32[32768, 7, 7] takes 128 MiB, not 6.
+Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij (benchmarks/RESULTS.md). GPU and CPU have no tiles.
+Switch: none: the name of the device tells
+Priced by: cost.price.memory
+Written or prevented by: nothing
+Checked by: tests/machine/xla/test_tiles.py, benchmarks/memory_intervals.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import permutations
+
+from spmdctx.ir.graph import LITERAL, Graph, Op
+from spmdctx.ir.primitives import CONTRACTIONS
+from spmdctx.ir.rule import FactorKind
+
+_ROWS, _LANES = 8, 128
+
+_WORTH_COUNTING = 2.0
+"""The share from which tiles are counted: below it XLA may find another layout, and peaks were foreseen well without.
+
+Measured on: attention of ViT over 197 patches (v5e:2x4).
+Checked by: benchmarks/fidelity_plans.py
+"""
+
+Minor = tuple[int, ...]
+"""The dimensions of a value of which two are its minor ones."""
+
+
+def has_tiles(device: str) -> bool:
+    """Returns whether a device, by a topology's name for it, has memory in tiles."""
+    return device.startswith("tpu-")
+
+
+def filled_up(shape: Sequence[int], minor: Minor) -> float:
+    """Returns how many times the bytes of a block are taken, if two of the dimensions `minor` make its tiles; 1 for less than twice."""
+
+    def tiles(second: int, first: int) -> int:
+        return -(-shape[second] // _ROWS) * _ROWS * -(-shape[first] // _LANES) * _LANES
+
+    share = min(tiles(*pair) / max(1, shape[pair[0]] * shape[pair[1]]) for pair in permutations(minor, 2))
+    return share if share > _WORTH_COUNTING else 1.0
+
+
+def in_tiles(graph: Graph) -> dict[int, Minor]:
+    """Returns the values that products with batch dimensions read or make, and what becomes of them element by element."""
+    known: dict[int, Minor] | None = graph.facts.get(in_tiles)
+    if known is None:
+        known = {}
+        for op in graph.ops:
+            if op.primitive in CONTRACTIONS:
+                known.update(_of_product(op))
+        _spread(graph, known)
+        for value in graph.inputs:
+            known.pop(value, None)
+        graph.facts[in_tiles] = known
+    return known
+
+
+def _of_product(op: Op) -> dict[int, Minor]:
+    """Returns the operands and results of a product that has dimensions of a batch, and two others in each of them."""
+    sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+    shared = set.intersection(*({factor for dims in rule for factor in dims} for _, rule in sides))
+    if not shared:
+        return {}
+    minor = [tuple(place for place, dims in enumerate(rule) if not shared.intersection(dims)) for _, rule in sides]
+    return {value: dims for (value, _), dims in zip(sides, minor, strict=True) if value != LITERAL and len(dims) > 1}
+
+
+def _spread(graph: Graph, known: dict[int, Minor]) -> None:
+    """Adds what is made of known values element by element, then what they are made of."""
+    for ops in (graph.ops, reversed(graph.ops)):
+        for op in ops:
+            alike = _alike(graph, op)
+            minor = next((known[value] for value in alike if value in known), None)
+            if minor is not None:
+                known.update((value, minor) for value in alike if value not in known)
+
+
+def _alike(graph: Graph, op: Op) -> list[int]:
+    """Returns the operands and results that an op relates element by element."""
+    if not op.results or any(kind is not FactorKind.PASS_THROUGH for kind in op.rule.kinds):
+        return []
+    own, shape = op.rule.results[0], graph.values[op.results[0]].shape
+    sides = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
+    return [value for value, dims in sides if value != LITERAL and dims == own and graph.values[value].shape == shape]
