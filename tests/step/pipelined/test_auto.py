@@ -142,7 +142,7 @@ def planned_checkpointed(num_layers, width, rows, micro_size, machine, **options
 
 
 def test_checkpointed_layers_leave_no_use_for_zero_bubble():
-    machine = replace(SLOW, memory_bytes=10**9)
+    machine = replace(SLOW, memory_bytes=10**9, kernel_s=0.0)
     notes = planned_checkpointed(4, 64, 384, 6, machine, pipeline_stages=4, auto_pipeline=True).notes
     (note,) = [note for note in notes if note.startswith("Not planned")]
     assert "4 stages by zero_bubble_h1, since backward passes that a stage waits for give" in note
@@ -185,7 +185,7 @@ def test_more_chunks_are_chosen_where_they_are_faster():
 def test_stages_that_do_not_fit_a_device_are_planned_within_its_memory():
     layers = functools.partial(planned_checkpointed, 4, 2048, 1024, 4, pipeline_stages=2)
     free = layers(machine=topology("h100"))
-    machine = replace(topology("h100"), memory_bytes=int(0.9 * free.memory_bytes))
+    machine = replace(topology("h100"), memory_bytes=int(0.85 * free.memory_bytes))
     found = layers(machine=machine)
     assert found.memory_bytes <= machine.memory_bytes < free.memory_bytes
     assert found.step_s == layers(machine=machine, memory_bytes=machine.memory_bytes).step_s
