@@ -337,7 +337,7 @@ def test_a_budget_that_nobody_set_is_met_where_a_short_search_finds_how(first, s
     assert met
 
 
-@pytest.mark.parametrize(("seed", "share"), [(4506, 0.5), (4543, 0.5), (4555, 0.7), (4589, 0.7), (4597, 0.7), (4598, 0.7), (4608, 0.7)])
+@pytest.mark.parametrize(("seed", "share"), [(4543, 0.5), (4555, 0.7), (4589, 0.7), (4597, 0.7), (4598, 0.7)])
 def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share):
     """On the mesh of the fastest plan none keeps to it, or none that is as cheap as one on another mesh."""
     made, machine = random_step(seed, 6), random_machine(seed)
@@ -351,7 +351,7 @@ def test_a_budget_that_nobody_set_is_looked_for_on_every_mesh(seed, share):
 
 
 @pytest.mark.parametrize("is_soft", [True, False])
-@pytest.mark.parametrize("seed", [4555, 4598, 4608, 4658])
+@pytest.mark.parametrize("seed", [4555, 4598, 4658])
 def test_a_poor_plan_of_the_search_for_any_is_where_others_start(seed, is_soft):
     """The hasty attempt gives up on every mesh, and the plan that a search for any finds is a third dearer than need be, or more."""
     made, machine = random_step(seed, 6), random_machine(seed)

@@ -159,13 +159,13 @@ def test_a_bandwidth_flips_the_choice_where_it_says(made):
 
 
 def test_a_batch_flips_the_choice_where_it_says():
-    program, assignment = problem(batch=65536)
+    program, assignment = problem(batch=16384)
     found = alternatives(program, assignment)
     rows = [(row, flip) for row, flip in flips_of(found, program.graph.inputs) if flip.figure == "batch"]
     assert rows
     for row, flip in rows:
         assert row.delta_s > 0
-        graph = with_batch(program.graph, Fraction(flip.value) / 65536)
+        graph = with_batch(program.graph, Fraction(flip.value) / 16384)
         delta_s = total_s(program, row.assignment, graph=graph) - total_s(program, assignment, graph=graph)
         assert delta_s == pytest.approx(flip.delta_s)
         assert delta_s < 0
