@@ -168,7 +168,7 @@ class PipelineData:
 
     @property
     def safe_memory_bytes(self) -> int:
-        """The same: what the programs of stages may take beside that was not measured."""
+        """The likely peak: that of pipelines is no interval."""
         return self.memory_bytes
 
     @property

@@ -21,7 +21,7 @@ from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.search.suggestion import suggested
 from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
-from spmdctx.pipeline.stages.notes import explaining_shares
+from spmdctx.pipeline.stages.notes import explaining_shares, over_memory
 from spmdctx.pipeline.stages.plans import REDUCTION, Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
 from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
@@ -50,7 +50,7 @@ class PipelinePlanner:
         """Plans one number of stages and one schedule; see `plan_pipeline`.
 
         Without a budget, a plan that takes fewer than `worth_s` seconds and does not fit a device is planned once more within its memory,
-        and kept as it is where nothing fits.
+        and kept as it is, with a note, where nothing fits.
         """
         free = replace(settings, memory_bytes=None)
         room = settings.memory_bytes or settings.topology.memory_bytes
@@ -68,7 +68,7 @@ class PipelinePlanner:
         elif is_searched and found.total_s < worth_s:
             with suppress(InfeasibleError):
                 stages, found = _within(staging, stages, found, room)
-        found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found)]
+        found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found), *over_memory(found, settings)]
         if is_searched:
             found.bounds = self._bounds(staging, stages)
             found.notes.append(bounds_note(found.schedule, found.simulation.makespan_s, found.bounds))

@@ -13,6 +13,7 @@ from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
+from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline, foreign_operands
 from spmdctx.rules.control_flow import CONTROL_FLOW
 from spmdctx.search.setup.modes import BatchForm
@@ -41,6 +42,22 @@ def whole_backward(pipeline: PlannedPipeline) -> list[str]:
     return [
         f"{pipeline.schedule.name} leaves these equations of the backward pass in one part, which gives the gradients of inputs and "
         f"weights together: {kinds}. So fewer gradients of weights are left to fill the time in which stages wait."
+    ]
+
+
+def over_memory(pipeline: PlannedPipeline, settings: Settings) -> list[str]:
+    """Returns a note on the fullest stage, if it needs more than the budget or, without one, the memory of a device."""
+    memories, machine = memory_of(pipeline), settings.topology
+    stage = max(range(len(memories)), key=lambda own: memories[own].peak_bytes)
+    peak = memories[stage].peak_bytes
+    if peak <= (settings.memory_bytes or machine.memory_bytes):
+        return []
+    limit = f"the {bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}"
+    if settings.memory_bytes is not None:
+        limit = f"memory_bytes={settings.memory_bytes}; only auto_parallel can meet a budget"
+    return [
+        f"Stage {stage} of {len(memories)} needs {bytes_text(peak)} per device, which is over {limit}. More stages or devices, "
+        "checkpointed layers, or more micro-batches of fewer rows take less."
     ]
 
 

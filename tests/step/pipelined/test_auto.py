@@ -1,6 +1,7 @@
 """auto_pipeline: the number of stages is searched for, 1 is an answer, and budgets hold for stages."""
 
 import functools
+import re
 from dataclasses import replace
 
 import jax
@@ -188,6 +189,10 @@ def test_stages_that_do_not_fit_a_device_are_planned_within_its_memory():
     machine = replace(topology("h100"), memory_bytes=int(0.85 * free.memory_bytes))
     found = layers(machine=machine)
     assert found.memory_bytes <= machine.memory_bytes < free.memory_bytes
+    assert not [note for note in found.notes if "which is over" in note]
     assert found.step_s == layers(machine=machine, memory_bytes=machine.memory_bytes).step_s
     # Where nothing fits, memory is left aside.
-    assert layers(machine=replace(machine, memory_bytes=1_000_000)).step_s == pytest.approx(free.step_s, rel=0.05)
+    over = layers(machine=replace(machine, memory_bytes=1_000_000))
+    assert over.step_s == pytest.approx(free.step_s, rel=0.05)
+    (note,) = [note for note in over.notes if re.match(r"Stage \d of 2 needs", note)]
+    assert "which is over the 977 KiB that a program may use of a h100. More stages or devices" in note
