@@ -222,10 +222,10 @@ def _matrix_rate(graph: Graph, op: Op, topology: Topology) -> float:
     if not (wide_items or exact):
         return topology.peak_flops_per_s
     is_slower = topology.float32_flops_per_s < topology.peak_flops_per_s
-    return topology.float32_flops_per_s * (_TURNED if is_slower and op.primitive in CONTRACTIONS and _sums_rows(op) else 1.0)
+    return topology.float32_flops_per_s * (_SUMMED_ROWS if is_slower and op.primitive in CONTRACTIONS and _sums_rows(op) else 1.0)
 
 
-_TURNED = 0.6
+_SUMMED_ROWS = 0.6
 """The part of its rate that a GPU's matrix unit reaches on float32 if both operands are summed over another dimension than their last,
 as gradients of weights are: the unit turns no such operands.
 

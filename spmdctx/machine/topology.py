@@ -66,12 +66,16 @@ class Compiler:
     keeps_barriers: bool = True
 
     @property
+    def _is_of_gpu(self) -> bool:
+        return self.keeps_barriers and not self.runs_barriers_in_order
+
+    @property
     def delays_gradients(self) -> bool:
         """Makes the gradients of weights last on several devices, but for barriers behind recomputed regions.
 
         `machine.xla.memory` tells of that in `late_gradients`, of other late products in `late_branches`, and of loops in `loop_copies`.
         """
-        return self.keeps_barriers and not self.runs_barriers_in_order
+        return self._is_of_gpu
 
     @property
     def fuses_rows(self) -> bool:
@@ -79,12 +83,12 @@ class Compiler:
 
         It also writes results beside what a library made (`library_results`).
         """
-        return self.keeps_barriers and not self.runs_barriers_in_order
+        return self._is_of_gpu
 
     @property
     def turns_gathers(self) -> bool:
         """Turns what a program returns if it was gathered along an inner dimension (`machine.xla.collectives.turning`)."""
-        return self.keeps_barriers and not self.runs_barriers_in_order
+        return self._is_of_gpu
 
 
 _BEHAVIOR = tuple(field.name for field in dataclasses.fields(Compiler) if field.name not in ("version", "keeps_barriers"))

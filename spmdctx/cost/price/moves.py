@@ -109,8 +109,9 @@ class Moves:
         assigned, known = self._assigned, self._assigned.graph.values[move.value]
         made = (known.shape, item_bytes(known.dtype), move.source, move.target, assigned.mesh)
         seconds = turned_s(*made, assigned.topology)
-        if seconds:
-            self._copies.turn(move.op, move.value, turned_bytes(*made))
+        if not seconds:
+            return
+        self._copies.turn(move.op, move.value, turned_bytes(*made))
         if move.is_result:
             self._turned[move.op.id, move.value] = seconds * (move.repeats or move.op.repeats)
 
