@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core as jexc
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -136,10 +137,11 @@ def _block_of(aval: Any, dims: Sequence[DimFactors], ways: Sequence[int]) -> Any
     return aval.update(shape=shape)
 
 
-def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> Any:
+def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh, *, widens: bool = False) -> Any:
     """Returns an equation like `eqn` that works on each device's block, its op split as `axes`, and reduces its result.
 
-    Operands and results must be in the shardings in which the op takes and makes them. Without a rule they are whole.
+    Operands and results must be in the shardings in which the op takes and makes them. Without a rule they are whole. An equation that
+    `widens` casts its one result to float32, in a variable of that type, before devices add it up.
     """
     if rule is None:
         operands: list[TensorSharding] = [()] * len(eqn.invars)
@@ -148,18 +150,25 @@ def local_op(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: M
         operands, results = ([project(dims, axes) for dims in side] for side in (rule.operands, rule.results))
     out_specs: Any = tuple(map(partition_spec, results))
     mapped = jax.shard_map(
-        _on_blocks(eqn, rule, axes, mesh, (operands, results)),
+        _on_blocks(eqn, rule, axes, mesh, (operands, results), widens=widens),
         mesh=mesh,
         in_specs=tuple(map(partition_spec, operands)),
         out_specs=out_specs if eqn.primitive.multiple_results else out_specs[0],
         check_vma=False,
     )
     template = jax.make_jaxpr(mapped)(*structs_of(eqn.invars)).jaxpr.eqns[0]
-    return template.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    made = [jexc.Var(var.aval) for var in template.outvars] if widens else eqn.outvars
+    return template.replace(invars=eqn.invars, outvars=made, source_info=eqn.source_info)
 
 
 def _on_blocks(
-    eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh, sides: tuple[list[TensorSharding], list[TensorSharding]]
+    eqn: Any,
+    rule: OpRule | None,
+    axes: tuple[AxisNames, ...],
+    mesh: Mesh,
+    sides: tuple[list[TensorSharding], list[TensorSharding]],
+    *,
+    widens: bool,
 ) -> Callable[..., Any]:
     """Returns the function of blocks that stands for an equation."""
     own = eqn if rule is None else on_block(eqn, rule, axes, mesh)
@@ -171,6 +180,7 @@ def _on_blocks(
         found = compute(*(own_groups(eqn, rows, blocks) if rows else blocks), **own.params)
         if own.primitive.multiple_results:
             return tuple(found)
+        found = found.astype(jnp.float32) if widens else found
         return jax.lax.psum(found, reduced) if reduced else found
 
     return local

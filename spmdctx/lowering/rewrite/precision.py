@@ -22,6 +22,12 @@ _BY_RESULT = frozenset({"dot_general", "conv_general_dilated"})
 _WIDENS_FIRST = {"cpu": frozenset({"dot_general"})}
 """Primitives whose operands each platform needs in float32: XLA's CPU runtime has no kernel for some products of bfloat16 into float32."""
 
+_ROUNDS = {"gpu": frozenset({"conv_general_dilated"})}
+"""Primitives whose result each platform rounds before devices add up: cuDNN has no convolution of bfloat16 into float32.
+
+XLA would convert the operands, and leave the matrix units of bfloat16 unused.
+"""
+
 PASSED_ON = ADDITIONS | REARRANGED | {"neg", "convert_element_type"}
 """Primitives that pass sums on as they are, also in float32 where the program has low precision."""
 
@@ -48,6 +54,9 @@ def computing(eqn: Any) -> Callable[..., Any]:
 
 def computing_wide(eqn: Any, platform: str) -> Callable[..., Any]:
     """Returns a function of arrays that computes `eqn` in float32, like the equations of `wide`."""
+    if rounds(eqn, platform):
+        rounded = computing(eqn)
+        return lambda *operands: rounded(*operands).astype(jnp.float32)
     bind = _binder(eqn, _wide_params(eqn))
     keeps = _takes_low(eqn, platform)
 
@@ -61,6 +70,11 @@ def _takes_low(eqn: Any, platform: str) -> bool:
     """Returns whether an equation adds up in float32 of operands that stay in low precision."""
     name = eqn.primitive.name
     return name in _BY_RESULT and name not in _WIDENS_FIRST.get(platform, ())
+
+
+def rounds(eqn: Any, platform: str) -> bool:
+    """Returns whether an equation hands out low precision on a platform, so that devices must widen it before they add up."""
+    return eqn.primitive.name in _ROUNDS.get(platform, ())
 
 
 def _is_low(dtype: Any) -> bool:

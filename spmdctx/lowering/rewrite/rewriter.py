@@ -22,7 +22,7 @@ from spmdctx.lowering.rewrite.block import Block, Constraints
 from spmdctx.lowering.rewrite.equations import clamped_starts
 from spmdctx.lowering.rewrite.local_ops import is_local, local_op
 from spmdctx.lowering.rewrite.loop_sums import LoopSums
-from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, wide
+from spmdctx.lowering.rewrite.precision import PASSED_ON, passed_on, rounds, wide
 from spmdctx.lowering.rewrite.values import NO_RECORD, ShardedProgram, Values
 from spmdctx.machine.xla.narrowing import sharers
 from spmdctx.machine.xla.partitioner.equal_values import WRITTEN_AGAIN
@@ -238,8 +238,7 @@ class Rewriter:
     def _widened(self, eqn: Any, op: Op, operands: list[Any], block: Block) -> Any:
         """Returns the op's result in float32 if that is reduced, or passed on from such a result; else None."""
         if op.results and self.values[op.results[0]].is_widened and partial_axes(op.rule, self.assignment.ops[op.id].axes):
-            written = wide(eqn, operands, self.sharded.jax_mesh.devices.flat[0].platform)
-            written[-1] = self._as_local(written[-1], op)
+            written = self._written_wide(eqn, op, operands)
         elif op.primitive in PASSED_ON and operands and all(not isinstance(atom, jexc.Literal) and atom in block.wide for atom in operands):
             operands = [block.wide[atom] for atom in operands]
             written = passed_on(eqn, operands)
@@ -247,6 +246,15 @@ class Rewriter:
             return None
         block.eqns += written
         return written[-1].outvars[0] if written else operands[0]
+
+    def _written_wide(self, eqn: Any, op: Op, operands: list[Any]) -> list[Any]:
+        """Returns equations that reduce the op's result in float32; the last makes it."""
+        mesh, axes = self.sharded.jax_mesh, self.assignment.ops[op.id].axes
+        platform = mesh.devices.flat[0].platform
+        if rounds(eqn, platform):
+            return [local_op(eqn.replace(invars=operands), op.rule, axes, mesh, widens=True)]
+        written = wide(eqn, operands, platform)
+        return [*written[:-1], self._as_local(written[-1], op)]
 
     def _as_local(self, eqn: Any, op: Op | None) -> Any:
         """Returns the equation, made to work on blocks if the partitioner would not split it as planned; dead ones are whole."""

@@ -9,6 +9,8 @@ from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.fusion import fused_bits, fused_slots, in_memory
 from spmdctx.machine.xla.fusion_work import fusion_works
+from spmdctx.machine.xla.kept.region_inputs import region_inputs
+from spmdctx.machine.xla.kept.shared_tanh import shared_tanh
 from spmdctx.trace.build.program import Program
 
 
@@ -17,13 +19,19 @@ def as_compiled(program: Program, compiler: Compiler) -> Program:
     if compiler.fuses_into_products:
         return program
     manual = tuple(region._replace(body=as_compiled(region.body, compiler)) for region in program.manual)
-    return replace(program, graph=replace(program.graph, ops=_fused_ops(program.graph, program.scopes)), manual=manual)
+    ops = _fused_ops(program.graph, program.scopes, keeps_more=compiler.fuses_rows)
+    return replace(program, graph=replace(program.graph, ops=ops), manual=manual)
 
 
-def _fused_ops(graph: Graph, scopes: tuple[int, ...]) -> tuple[Op, ...]:
+def _fused_ops(graph: Graph, scopes: tuple[int, ...], *, keeps_more: bool) -> tuple[Op, ...]:
     columns = _columns(graph, scopes)
     kept = [value for value in (*graph.inputs, *graph.outputs) if value != LITERAL]
-    fused = fused_slots(columns, in_memory(columns, kept, into_products=False))
+    if keeps_more:
+        kept += region_inputs(columns)
+    materialized = in_memory(columns, kept, into_products=False)
+    if keeps_more and (shared := shared_tanh(columns, materialized)):
+        materialized = in_memory(columns, [*kept, *shared], into_products=False)
+    fused = fused_slots(columns, materialized)
     marks = zip(graph.ops, fused_bits(columns, fused), fusion_works(columns, fused, for_each=True), strict=True)
     return tuple([op._replace(fused=bits, work=work) for op, bits, work in marks])
 

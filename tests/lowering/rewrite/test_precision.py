@@ -179,3 +179,24 @@ def test_products_that_a_backend_cannot_add_up_in_float32_run(equation, dtype):
     made, expected = planned(*arrays), jnp.einsum(equation, *[array.astype(jnp.float32) for array in arrays])
     assert sum(one.kind == "all_reduce" for one in combined(planned.lower(*arrays).compile().as_text())) == 1
     np.testing.assert_allclose(np.asarray(made, np.float32), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_gpus_make_gradients_of_convolutions_of_bfloat16_operands():
+    """cuDNN has no such convolution into float32: its operands would be converted, and no matrix unit of bfloat16 used."""
+
+    def convolved(weights, x):
+        gradients = jax.grad(lambda own: jnp.mean(jnp.tanh(_conv(_conv(x, own["a"]), own["b"])).astype(jnp.float32) ** 2))(weights)
+        return jax.tree.map(lambda one, more: one - (0.1 * more).astype(one.dtype), weights, gradients)
+
+    shapes = {"a": jax.ShapeDtypeStruct((3, 3, 16, 32), BF16), "b": jax.ShapeDtypeStruct((3, 3, 32, 16), BF16)}
+    run = spmdctx.parallel(convolved, devices=need_gpu(), topology="h100", parallel_mode="data_parallel", gradient_fp32_sync=True)
+    args = shapes, jax.ShapeDtypeStruct((64, 16, 16, 16), BF16)
+    compiled = run.lower(*args).compile()
+    made = re.findall(r"= \((\w+)\[[\d,]*\][^(]*custom-call\(.*__cudnn\$convBackwardFilter", compiled.as_text())
+    assert set(made) == {"bf16"}
+    assert gradients_reduced_in(compiled.as_text()) == {"float32"}
+    assert audit_program(run.plan(*args), compiled, ways.WAYS).ok
+
+
+def _conv(x, w):
+    return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
