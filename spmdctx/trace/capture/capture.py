@@ -28,7 +28,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules, unconstrained_initials
+from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -272,6 +272,8 @@ def _traced_again(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueE
     JAX allows no shard_map of another mesh there, be it of one device. If it fails without the mesh too, the first error counts.
     """
     try:
+        from spmdctx.trace.initials import unconstrained_initials
+
         with unconstrained_initials():
             return jax.make_jaxpr(flat)(*shapes), False
     except ValueError:
