@@ -119,7 +119,8 @@ class Captured:
         """Returns the program with its graph, which is built once if something has looked at it before it is planned."""
         if self.program is not None:
             return self.program
-        return at_home(build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried), self.home)
+        with no_garbage_collection():
+            return at_home(build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried), self.home)
 
     def built_for(self, compiler: Compiler) -> Program:
         """Returns the program as the compiler of a machine fuses it."""
