@@ -171,7 +171,7 @@ def test_help_and_a_bare_import_load_no_heavy_library(words):
     assert not loaded & {"jax", "jaxlib", "flax", "optax", "orbax", "scipy", "rich", "ray", "kubernetes", "IPython", "numpy"}
 
 
-def test_what_plans_and_runs_is_loaded_by_the_first_call_only():
+def test_a_plan_of_pytrees_loads_no_flax_and_nothing_that_it_does_not_need():
     script = """
 import sys
 import spmdctx
@@ -180,6 +180,25 @@ heavy = [f"spmdctx.{name}" for name in ("search.select", "step.entry", "pipeline
 assert not [name for name in heavy if name in sys.modules], sys.modules.keys()
 step.plan(1.0)
 assert "spmdctx.search.select" in sys.modules
+unneeded = ["flax", "rich", "yaml", "IPython", "spmdctx.server.roles", "spmdctx.pipeline.search", "spmdctx.checkpoint"]
+assert not [name for name in unneeded if name in sys.modules]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+
+
+def test_a_step_that_is_the_first_to_import_flax_may_make_objects():
+    script = """
+import sys
+import jax.numpy as jnp
+import spmdctx
+
+def make(x):
+    from flax import nnx
+    return nnx.Linear(4, 8, rngs=nnx.Rngs(0)), x
+
+assert "flax" not in sys.modules
+plan = spmdctx.plan(make, jnp.ones((4, 4)), parallel_mode="auto_parallel", device_num=2)
+assert [leaf.path for leaf in plan.outputs] == ["out/state/0", "out/state/1", "out/1"]
 """
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "JAX_PLATFORMS": "cpu"})
 

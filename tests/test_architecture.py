@@ -41,7 +41,7 @@ TOP = (
 INNER = {
     "ir": ("arrays sharding", "primitives", "rule", "graph collective", "mesh layout", "domain projection", "analysis"),
     "machine": ("topology", "presets", "devices torus", "collectives", "reshard_table", "reshard", "xla"),
-    "trace": ("specs collector", "build", "capture", "marker", "scope"),
+    "trace": ("specs collector flax_modules initials", "build", "capture", "marker", "scope"),
     "cost": ("roofline", "needs", "shared_reads", "memory", "bill", "price", "step evaluate bodies region_groups"),
     "search": (
         *("solver", "setup", "problem", "propagation", "optimizer"),
@@ -74,6 +74,7 @@ INNER = {
         "entry",
         "placement broadcast verify pipelined report export jitted",
         "served",
+        "make",
         "step",
     ),
 }

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.extend.core as jexc
 import numpy as np
-from flax import nnx
 from jax.tree_util import SequenceKey
 
 from spmdctx.gradients.closure import Closure
@@ -20,6 +19,7 @@ from spmdctx.trace.capture.objects import ObjectFlattening, has_objects
 from spmdctx.trace.capture.portable.step import portable
 from spmdctx.trace.capture.pytrees import NotPure
 from spmdctx.trace.capture.structure import Flattening, Keys, key_text, path_text
+from spmdctx.trace.flax_modules import nnx
 
 
 class Loss(NamedTuple):

@@ -12,8 +12,6 @@ from functools import cached_property, lru_cache
 from numbers import Integral, Real
 from typing import Any
 
-import yaml
-
 from spmdctx.errors import ContextError, message, shown
 from spmdctx.wording.files import read_file
 from spmdctx.wording.text_data import MOST_YAML_BYTES, read_yaml_text
@@ -329,4 +327,9 @@ def topology_text(found: Topology, *, as_json: bool = False) -> str:
     """Returns the topology as YAML or JSON, in the form that `read_topology` reads."""
     fields = {name: getattr(found, name) for name in _FIELDS}
     fields["interconnect"] = found.interconnect.value
-    return json.dumps(fields, indent=2) + "\n" if as_json else yaml.safe_dump(fields, sort_keys=False)
+    if as_json:
+        return json.dumps(fields, indent=2) + "\n"
+    import yaml
+
+    text: str = yaml.safe_dump(fields, sort_keys=False)
+    return text

@@ -6,9 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
-
-from rich.console import Group
+from typing import TYPE_CHECKING, Any
 
 from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
@@ -18,18 +16,19 @@ from spmdctx.plan.export.kinds import export_text
 from spmdctx.plan.file import plan_json, plan_state, read_plan, restored, write_plan
 from spmdctx.plan.mindspore.file import write_mindspore
 from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
-from spmdctx.plan.show.diff import PlanDiff
-from spmdctx.plan.show.explanation import Explanation
-from spmdctx.plan.show.page import plan_document, plan_page
-from spmdctx.plan.show.pareto import Pareto, showing
 from spmdctx.plan.show.plain import plan_figures
-from spmdctx.plan.show.table import plan_table
-from spmdctx.plan.show.terminal import plain_text
 from spmdctx.plan.summary.rates import Rates, rates_of
 from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 from spmdctx.wording.files import write_file
 from spmdctx.wording.reports import stamped
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+    from spmdctx.plan.show.diff import PlanDiff
+    from spmdctx.plan.show.explanation import Explanation
+    from spmdctx.plan.show.pareto import Pareto
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -128,6 +127,8 @@ class Plan(PlanData):
         if isinstance(other, OtherPlan):
             found: PlanDiff = other.changes_from(self)
             return found
+        from spmdctx.plan.show.diff import PlanDiff
+
         return diff_plans(self, other, PlanDiff)
 
     def explain(self, pattern: str) -> Explanation:
@@ -137,6 +138,8 @@ class Plan(PlanData):
             pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's primitive
                 ("dot_general"), name scope or source line ("model.py:41").
         """
+        from spmdctx.plan.show.explanation import Explanation
+
         return explain_plan(self, pattern, Explanation)
 
     def certify(self) -> Plan:
@@ -186,15 +189,23 @@ class Plan(PlanData):
         Raises:
             FileError: the file cannot be written; a former one is as it was.
         """
+        from spmdctx.plan.show.page import plan_document
+
         write_file(path, plan_document(self))
 
     def __rich__(self) -> Group:
+        from spmdctx.plan.show.table import plan_table
+
         return plan_table(self)
 
     def __str__(self) -> str:
+        from spmdctx.plan.show.terminal import plain_text
+
         return plain_text(self)
 
     def _repr_html_(self) -> str:
+        from spmdctx.plan.show.page import plan_page
+
         return plan_page(self)
 
 
@@ -229,5 +240,7 @@ def weighed(
     if progress is not None and not callable(progress):
         raise TypeError(message("progress must be a function of what is found.", got=shown(progress)))
     brief = replan.briefly() if isinstance(replan, Brief) else replan
+    from spmdctx.plan.show.pareto import Pareto, showing
+
     with showing(progress) as tell:
         return plan_again(Ask(brief, own, memory_bytes, num_devices, tell, is_brief=brief is not replan), Pareto)

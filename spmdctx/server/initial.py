@@ -15,7 +15,7 @@ from spmdctx.context.layers import current_context
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.cut.inline import inlined
 from spmdctx.pipeline.cut.line import needed, variables
-from spmdctx.server.engine.client import WORKER
+from spmdctx.server import WORKER
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.server.program.recipe import Recipe, made_rows, recipe_of
 from spmdctx.server.program.rows import is_uniform, plainly_run, run_rows

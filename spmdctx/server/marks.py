@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import flax.linen as nn
-from flax import nnx
-
 from spmdctx.context.layers import current_context, mark_for_servers
 from spmdctx.errors import ContextError, message, shown
 from spmdctx.pipeline.cut.line import needed, variables
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.trace.capture.layerwise import matches_path
 from spmdctx.trace.capture.structure import SERVED
+from spmdctx.trace.flax_modules import linen, nnx
 
 
 def set_param_ps(module_or_patterns: Any, init_in_server: bool = False) -> None:
@@ -36,7 +34,7 @@ def set_param_ps(module_or_patterns: Any, init_in_server: bool = False) -> None:
             got="enable_ps=False",
             fix="call spmdctx.set_ps_context(enable_ps=True) first",
         )
-    if isinstance(module_or_patterns, nnx.Module | nnx.Variable) and not isinstance(module_or_patterns, nn.Module):
+    if isinstance(module_or_patterns, nnx.Module | nnx.Variable) and not isinstance(module_or_patterns, linen.Module):
         variables = [module_or_patterns] if isinstance(module_or_patterns, nnx.Variable) else _parameters(module_or_patterns)
         for variable in variables:
             variable.set_metadata(**{SERVED: "made" if init_in_server else "held"})
@@ -82,7 +80,7 @@ def _parameters(module: nnx.Module) -> list[nnx.Variable[Any]]:
 def _patterns(given: Any) -> tuple[str, ...]:
     if isinstance(given, str):
         return (given,)
-    if isinstance(given, nn.Module):
+    if isinstance(given, linen.Module):
         path = "/".join(given.path) if given.scope is not None else given.name or ""
         return (f"{path}/*",) if path else ("*",)
     if isinstance(given, Sequence) and given and all(isinstance(entry, str) for entry in given):

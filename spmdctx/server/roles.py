@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from spmdctx.errors import CommunicationError, ContextError, shown
-from spmdctx.server import node, scale
-from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
+from spmdctx.server import WORKER, node, scale
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS
 from spmdctx.server.engine.display import Display
 from spmdctx.server.engine.fleet import Job
 from spmdctx.server.engine.job import told

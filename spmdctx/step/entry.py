@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import NamedSharding
 
-from spmdctx.audit import AuditReport, audit_program
 from spmdctx.errors import UnsupportedError
 from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
@@ -35,6 +34,9 @@ from spmdctx.trace.capture.pytrees import PureStructure
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
+
+if TYPE_CHECKING:
+    from spmdctx.audit import AuditReport
 
 
 def aval_of(leaf: Any) -> Any:
@@ -228,6 +230,8 @@ class Entry:
         """Compiles the program that a call with these leaves runs, and compares it with the plan."""
         ways = ways_of(value.dtype for value in self.planned.program.graph.values)
         is_own = backend_of(self.environment.devices) == self.environment.backend
+        from spmdctx.audit import audit_program
+
         return audit_program(self.plan, self.lower(leaves).compile(), ways, judges_memory=is_own)
 
     @contextmanager

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.extend.core as jexc
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from spmdctx.data.blocks import Piece, assemble
@@ -31,6 +30,7 @@ from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_stati
 from spmdctx.trace.capture.capture import Captured, capture_call, flattening_of, leaf_paths
 from spmdctx.trace.capture.structure import Read
 from spmdctx.trace.capture.target import Target, target_of
+from spmdctx.trace.flax_modules import nnx
 from spmdctx.trace.scope.mesh import auto_axes
 from spmdctx.trace.specs import make_mesh, named_sharding
 

@@ -379,7 +379,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def _entry(self, call: Call, static: Static) -> Entry:
         """Finds or makes the entry of a call, which becomes the last one."""
-        from spmdctx.step.served.make import entry_of
+        from spmdctx.step.make import entry_of
 
         with self._lock, auto_axes():
             number, x64 = version(), x64_is_on()

@@ -10,12 +10,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NoReturn
-
-import yaml
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from spmdctx.errors import shown
 from spmdctx.wording import bytes_text
+
+if TYPE_CHECKING:
+    import yaml
 
 MOST_YAML_BYTES = 128 << 10
 """The bytes of a YAML text, which PyYAML reads at some 100 KiB a second."""
@@ -77,6 +78,8 @@ def read_yaml_text(text: bytes) -> Any:
     """
     if len(text) > MOST_YAML_BYTES:
         raise ValueError(f"the text has more than {bytes_text(MOST_YAML_BYTES)}")
+    import yaml  # most programs read none
+
     try:
         loader = yaml.SafeLoader(text.decode())
     except yaml.YAMLError as error:  # a character that YAML does not have
@@ -101,6 +104,8 @@ def read_yaml_text(text: bytes) -> Any:
 
 def _count(node: yaml.Node, known: dict[int, int]) -> int:
     """Returns how many values a node stands for; checks its numbers and its keys."""
+    import yaml
+
     count = known.get(id(node))
     if count is None:
         if isinstance(node, yaml.ScalarNode):
@@ -119,6 +124,8 @@ def _count(node: yaml.Node, known: dict[int, int]) -> int:
 
 
 def _check_keys(node: yaml.MappingNode) -> None:
+    import yaml
+
     seen = set()
     for key, _ in node.value:
         if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:

@@ -15,9 +15,8 @@ import spmdctx
 from benchmarks import ps_work
 from benchmarks.ps_jobs import ROOT, Running
 from spmdctx.errors import ContextError
-from spmdctx.server import node, roles
+from spmdctx.server import WORKER, node, roles
 from spmdctx.server.engine import rays
-from spmdctx.server.engine.client import WORKER
 from spmdctx.server.engine.fleet import Job
 from tests.server import local, tables
 

@@ -57,8 +57,37 @@ def numbered_rows(own: IntArray, owners: IntArray, items: NDArray[np.integer[Any
         owners: the thing of each item, ascending.
         items: the items of all rows, one row behind the other.
     """
-    ends = np.cumsum(np.bincount(owners, minlength=len(own))) * items.itemsize
+    counts = np.bincount(owners, minlength=len(own))
+    starts = np.cumsum(counts) - counts
+    places = np.arange(len(items)) - starts[owners]
+    _, firsts, which = np.unique(_hashes(own, counts, starts, places, items), return_index=True, return_inverse=True)
+    first = firsts[which]
+    if (own == own[first]).all() and (counts == counts[first]).all() and (items == items[starts[first][owners] + places]).all():
+        rank = np.empty(len(firsts), dtype=np.int64)
+        rank[np.argsort(firsts)] = np.arange(len(firsts))
+        numbers: IntArray = rank[which]
+        return numbers
+    return _numbered_by_contents(own, np.cumsum(counts), items)
+
+
+def _hashes(own: IntArray, counts: IntArray, starts: IntArray, places: IntArray, items: NDArray[np.integer[Any]]) -> NDArray[np.uint64]:
+    """Returns a hash of each thing: a sum over its row of the items, each mixed with its place."""
+    mixed = items.astype(np.uint64) * _FACTOR + places.astype(np.uint64)
+    mixed = (mixed ^ (mixed >> _SHIFT)) * _FACTOR
+    sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed ^ (mixed >> _SHIFT))])
+    found = sums[starts + counts] - sums[starts] + own.astype(np.uint64) * _FACTOR
+    hashes: NDArray[np.uint64] = (found ^ (found >> _SHIFT)) * _FACTOR + counts.astype(np.uint64)
+    return hashes
+
+
+_FACTOR, _SHIFT = np.uint64(0x9E3779B97F4A7C15), np.uint64(29)
+"""An odd factor and a shift by which numbers of 64 bits are mixed."""
+
+
+def _numbered_by_contents(own: IntArray, ends: IntArray, items: NDArray[np.integer[Any]]) -> IntArray:
+    """Does the same where different things have one hash."""
     rows, known = items.tobytes(), dict[tuple[int, bytes], int]()
+    ends = ends * items.itemsize
     places = zip(own.tolist(), [0, *ends.tolist()], ends.tolist(), strict=False)
     return np.array([known.setdefault((head, rows[start:end]), len(known)) for head, start, end in places], dtype=np.int64)
 

@@ -13,13 +13,12 @@ from contextvars import ContextVar
 from threading import RLock
 from typing import Any, TypeVar
 
-import flax.linen as nn
 import jax
-from flax import nnx
 from jax.extend import source_info_util
 
 from spmdctx.errors import ContextError, shown
 from spmdctx.pipeline.cut.pins import scope_of
+from spmdctx.trace.flax_modules import flax_is_used, linen, nnx
 
 Marked = TypeVar("Marked", bound=Callable[..., Any])
 
@@ -67,7 +66,7 @@ def pipeline_stage(fn_or_module: Marked, stage: int) -> Marked:
     if isinstance(fn_or_module, nnx.Module):
         setattr(fn_or_module, _ATTRIBUTE, number)
         return fn_or_module
-    if isinstance(fn_or_module, nn.Module):
+    if isinstance(fn_or_module, linen.Module):
         # Clones of the module, which linen makes, keep its class.
         cls: Any = type(fn_or_module)
         object.__setattr__(fn_or_module, "__class__", _marked_class(cls, number))
@@ -98,6 +97,8 @@ def marks_met(*, records: bool) -> Iterator[Marks]:
 
 def is_marked(objects: Any) -> bool:
     """Returns whether an nnx module in a tree has a mark."""
+    if not flax_is_used():
+        return False
     nodes = jax.tree.leaves(objects, is_leaf=lambda node: isinstance(node, nnx.Module))
     modules = [node for node in nodes if isinstance(node, nnx.Module)]
     return any(_ATTRIBUTE in vars(node) for module in modules for _, node in nnx.iter_graph(module) if isinstance(node, nnx.Module))

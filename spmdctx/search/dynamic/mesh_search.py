@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from spmdctx.search.problem.orbits import merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
+from spmdctx.search.solver.problem.graph import cost_of
 from spmdctx.search.solver.problem.problem import Infeasible, Problem, Solution
 from spmdctx.search.solver.solve import Sought
 
@@ -70,11 +71,11 @@ class MeshSearch:
         self._begun[setup.mesh] = begun._replace(solution=solution)
         return solution
 
-    def first_plan(self, setup: Setup) -> Found:
-        """Returns the plan of the first, short search of a mesh."""
+    def first_plan(self, setup: Setup) -> Callable[[], Found]:
+        """Returns a function that makes the plan of the first, short search of a mesh."""
         begun = self._begun[setup.mesh]
         assert begun.solution is not None
-        return self.formulation.plan_of(setup, begun.tables, begun.solution)
+        return partial(self.formulation.plan_of, setup, begun.tables, begun.solution)
 
     def fastest_on(self, setup: Setup, known_s: float) -> Found | Beaten:
         """Finds the cheapest plan on a mesh, whatever memory it takes, if there is one below `known_s`."""
@@ -85,7 +86,7 @@ class MeshSearch:
             if alike is not None and alike.solution is not None and _is_beaten(alike.solution, cutoff, known_s):
                 self._unsolved[setup.mesh] = _Unsolved(cutoff, alike)
                 return Beaten(alike.solution.lower_bound)
-            found = self._fastest_of_merged(setup, known_s) if alike is None else None
+            found = self._fastest_of_merged(setup, known_s) if alike is None else self._as_in_any_order(setup, alike)
             if found is not None:
                 return found
             begun = self._begin(setup, alike)
@@ -99,10 +100,7 @@ class MeshSearch:
         self._starts[setup.mesh] = solution.states
         if _is_beaten(solution, cutoff, known_s):
             return Beaten(solution.lower_bound)
-        if not self._is_small:
-            # Of one mesh only: mostly the best one, which is the last that is not beaten.
-            self._solved.clear()
-        self._solved[setup.mesh] = tables, sought.problem
+        self._keep(setup.mesh, tables, sought.problem)
         return self.formulation.plan_of(setup, tables, solution)
 
     def bound_in_any_order(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
@@ -143,6 +141,26 @@ class MeshSearch:
         states = tuple([int(places[state]) for places, state in zip(kept, found.states, strict=True)])
         self._starts[setup.mesh] = states
         return self.formulation.plan_of(setup, tables, found._replace(states=states, lower_bound=found.cost))
+
+    def _as_in_any_order(self, setup: Setup, alike: _Begun) -> Found | None:
+        """Returns the plan of several orders of a mesh's axes, if it costs as little on this one, which nothing can beat."""
+        joint = alike.solution
+        if joint is None or joint.cost > joint.lower_bound:
+            return None
+        tables, problem = self._problem(setup)
+        states = tuple([int(own[state]) for own, state in zip(resembling(alike.tables, tables), joint.states, strict=True)])
+        cost = cost_of(problem.costs, problem.edges, states) if min(states) >= 0 else math.inf
+        if cost > joint.cost * (1 + SAME_COST):
+            return None
+        self._starts[setup.mesh] = states
+        self._keep(setup.mesh, tables, problem)
+        return self.formulation.plan_of(setup, tables, joint._replace(states=states, cost=cost, lower_bound=cost))
+
+    def _keep(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> None:
+        """Keeps the problem of a mesh whose plan may be the fastest; that of a large program's last one only, which mostly is."""
+        if not self._is_small:
+            self._solved.clear()
+        self._solved[mesh] = tables, problem
 
     def _start(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> Sequence[int]:
         """Returns a choice of states on a mesh from which searches within budgets start."""

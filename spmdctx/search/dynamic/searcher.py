@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from spmdctx.cost.step import Step
@@ -129,6 +129,7 @@ class Budgets:
         self._meshes = meshes
         self._bounds: dict[LogicalMesh, float] = {}
         self._best: Found | None = None
+        self._first: Callable[[], Found] | None = None
         self._setups, self._turns = setups, [[setup] for setup in setups]
         try:
             self._turns = self._promising_first(setups)
@@ -136,6 +137,7 @@ class Budgets:
             self._fastest = self._fastest_of_all()
         except KeyboardInterrupt:
             self._fastest = self._at_interrupt(is_interruptible=is_interruptible)
+        self._first = None
         self.spent = 0.0
 
     def within(self, options: DynamicOptions) -> Found | Shortfall:
@@ -146,7 +148,7 @@ class Budgets:
         if self._fastest.is_interrupted:
             raise KeyboardInterrupt
         budget = Budget(formulation, options, formulation.peak_of(self._fastest, is_likely=options.is_likely))
-        self._best = None
+        self._best = self._first = None
         try:
             found = _as_result(self._cheapest(budget))
         except KeyboardInterrupt:
@@ -157,6 +159,8 @@ class Budgets:
     def _at_interrupt(self, *, is_interruptible: bool) -> Found:
         """Returns the best plan of a search that was interrupted, with a note that says so; where there is none, interrupts again."""
         best = self._best
+        if best is None and self._first is not None and is_interruptible:
+            best = self._first()
         if best is None or not is_interruptible:
             raise KeyboardInterrupt from None
         note = "The search was interrupted: this is the cheapest plan that it had found. Plan again for the whole search."
@@ -187,7 +191,7 @@ class Budgets:
             looks[looked.mesh] = self._meshes.first_look(looked, known_s)
             turns.append((looked.mesh, turn))
             if looked is setup and setup.mesh == _cheapest_of(looks):
-                self._best = self._meshes.first_plan(setup)
+                self._first = self._meshes.first_plan(setup)
         turns.sort(key=lambda turn: _expected(looks[turn[0]]))
         seen = [turn for _, turn in turns]
         return seen + [[setup] for setup in setups if not any(setup in turn for turn in seen)]

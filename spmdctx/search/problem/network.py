@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -94,6 +95,21 @@ class Network:
     fixed_slots: set[int] = field(default_factory=set)
     uses: dict[tuple[int, int], int] = field(default_factory=dict)
     summed: Summed = NOTHING_SUMMED
+
+    @cached_property
+    def edge_kinds(self) -> list[int]:
+        """For each edge a number, equal for those whose tables are equal on any mesh if the choices at their ends are."""
+        space, kinds = self.space, dict[tuple[object, ...], int]()
+        graph, outputs = space.graph, frozenset(space.graph.outputs)
+        found = []
+        for (source, _, position, narrow), (weight, value) in self.carries.items():
+            made, known = self.nodes[source.node], graph.values[value]
+            is_op = made.sort == "op"
+            op = (space.kind_of[made.member], made.joins) if is_op else None
+            sums = self.summed.keeps(value, is_made=is_op), space.passing[value], value in outputs
+            key = (source.result, position, narrow, weight, known.shape, known.dtype, op, *sums)
+            found.append(kinds.setdefault(key, len(kinds)))
+        return found
 
 
 def build_network(

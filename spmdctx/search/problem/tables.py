@@ -47,12 +47,26 @@ class Tables:
 
     def problem(self) -> Problem:
         """Builds the problem without memory."""
-        carried = [Edge(carry.source.node, carry.target, self.table(carry, load)) for carry, load in self.network.carries.items()]
-        return without_loops(self.costs(), [*carried, *self.coupled()])
+        known, edges, choices = dict[tuple[int, int, int], FloatArray](), list[Edge](), self.choices
+        for kind, (carry, load) in zip(self.network.edge_kinds, self.network.carries.items(), strict=True):
+            left, right = carry.source.node, carry.target
+            key = kind, id(choices[left]), id(choices[right])
+            table = known.get(key)
+            if table is None:
+                table = known[key] = self.table(carry, load)
+            edges.append(Edge(left, right, table))
+        return without_loops(self.costs(), [*edges, *self.coupled()])
 
     def costs(self) -> list[FloatArray]:
         """Returns the seconds of each node's states, without edges."""
-        return [choices.seconds * node.weight for choices, node in zip(self.choices, self.network.nodes, strict=True)]
+        known, costs = dict[tuple[int, int], FloatArray](), list[FloatArray]()
+        for choices, node in zip(self.choices, self.network.nodes, strict=True):
+            key = id(choices), node.weight
+            own = known.get(key)
+            if own is None:
+                own = known[key] = choices.seconds * node.weight
+            costs.append(own)
+        return costs
 
     def coupled(self) -> list[Edge]:
         """Returns the tables of coupled nodes; a node that is coupled alone has an edge to itself."""

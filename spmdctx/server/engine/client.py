@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from spmdctx.errors import CommunicationError
+from spmdctx.server import WORKER
 from spmdctx.server.engine.fleet import Job, Layout
 from spmdctx.server.engine.messages import WORKERS, Answer, Word
 from spmdctx.server.engine.own import start_own
@@ -15,9 +16,6 @@ from spmdctx.server.engine.rays import answer, found_scheduler, ray
 from spmdctx.server.engine.server import Pulled, Pushed
 from spmdctx.server.program.rows import Rows
 from spmdctx.server.state.progress import Done, Failed, Go, Leave, Replay, Save, Setup
-
-WORKER = "SPMDCTX_PS_WORKER"
-"""The number of this worker, in its environment; without it this process is the only one."""
 
 NUM_WORKERS = "SPMDCTX_PS_NUM_WORKERS"
 """The number of workers of the job when this one was started."""

@@ -12,8 +12,8 @@ from typing import IO, Any, NamedTuple
 
 from spmdctx.communication.launch.environment import xla_flags
 from spmdctx.errors import TIMED_OUT, CommunicationError, message
-from spmdctx.server import scale
-from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
+from spmdctx.server import WORKER, scale
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS
 from spmdctx.server.engine.display import Display
 from spmdctx.server.engine.fleet import Job
 from spmdctx.server.engine.own import start_scheduler

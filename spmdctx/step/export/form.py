@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from flax import nnx
 
 from spmdctx.errors import ContextWarning, UnsupportedError
 from spmdctx.step.entry import Entry
@@ -18,6 +17,7 @@ from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.objects import ObjectStructure, is_object
 from spmdctx.trace.capture.pytrees import PureStructure
 from spmdctx.trace.capture.target import Target
+from spmdctx.trace.flax_modules import nnx
 
 STATE = "state"
 """The name of the argument that holds the state of a step's nnx objects."""

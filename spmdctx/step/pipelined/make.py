@@ -9,11 +9,8 @@ from spmdctx.context.options import PLANNED_MODES
 from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.capture import capture_step
 from spmdctx.gradients.scope import cells_met
-from spmdctx.pipeline.capture.carrier import capture_pipelined
 from spmdctx.pipeline.capture.stage import is_marked, marks_met
 from spmdctx.step.entry import Entry
-from spmdctx.step.pipelined.auto import chosen_entry
-from spmdctx.step.pipelined.entry import PipelinedEntry
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
@@ -45,7 +42,12 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
                     f"auto_pipeline chooses the number of stages, and has no use for {name} so far.",
                     fix=f"leave auto_pipeline out, with the pipeline_stages of the plan, or {name}",
                 )
+        from spmdctx.step.pipelined.auto import chosen_entry
+
         return chosen_entry(target, call, static, around, notes)
+    from spmdctx.pipeline.capture.carrier import capture_pipelined
+    from spmdctx.step.pipelined.entry import PipelinedEntry
+
     return PipelinedEntry(capture_pipelined(target, call, static, settings), around, notes)
 
 

@@ -1,4 +1,4 @@
-"""Makes the entry of a call: on servers if the context asks for them and the step has a loss."""
+"""Makes the entry of a call on servers, if the step has a loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from spmdctx.context.state import AutoParallelContext
 from spmdctx.errors import UnsupportedError, shown
 from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.cut.inline import inlined
-from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS, WORKER
+from spmdctx.server.engine.client import JOB, NUM_PARTS, NUM_WORKERS
 from spmdctx.server.engine.fleet import Job
 from spmdctx.server.local.split import local_notes, with_local
 from spmdctx.server.marks import marks_of
@@ -24,7 +24,6 @@ from spmdctx.server.program.tables import table_notes, with_tables
 from spmdctx.server.results import check_results
 from spmdctx.server.roles import role_of, take_role
 from spmdctx.step.entry import Entry
-from spmdctx.step.pipelined import make
 from spmdctx.step.served.entry import FetchingEntry, ServedEntry
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
@@ -47,9 +46,6 @@ def entry_of(target: Target, call: Call, static: Static, around: Environment, no
     settings = around.settings
     context = settings.context
     servers = context.servers
-    launched = WORKER in os.environ and "enable_ps" not in servers.explicit
-    if not servers.enable_ps and not launched:
-        return make.entry_of(target, call, static, around, notes)
     if (role := role_of(os.environ)) is not None:
         folder = os.path.abspath(servers.folder) if servers.folder else ""
         take_role(role, Job(servers.num_servers, servers.update_mode, servers.max_staleness, servers.save_every, folder))

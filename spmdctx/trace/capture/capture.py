@@ -28,7 +28,7 @@ from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
 from spmdctx.trace.capture.carry import Span, carried_leaves
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
-from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules, unconstrained_initials
+from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
 from spmdctx.trace.capture.portable.one_device import OneDevice
 from spmdctx.trace.capture.portable.placements import is_one_device
@@ -119,7 +119,8 @@ class Captured:
         """Returns the program with its graph, which is built once if something has looked at it before it is planned."""
         if self.program is not None:
             return self.program
-        return at_home(build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried), self.home)
+        with no_garbage_collection():
+            return at_home(build(self.jaxpr, [Argument(leaf.path, leaf.role) for leaf in self.inputs], self.carried), self.home)
 
     def built_for(self, compiler: Compiler) -> Program:
         """Returns the program as the compiler of a machine fuses it."""
@@ -272,6 +273,8 @@ def _traced_again(flat: Callable[..., Any], shapes: Sequence[Any], error: ValueE
     JAX allows no shard_map of another mesh there, be it of one device. If it fails without the mesh too, the first error counts.
     """
     try:
+        from spmdctx.trace.initials import unconstrained_initials
+
         with unconstrained_initials():
             return jax.make_jaxpr(flat)(*shapes), False
     except ValueError:

@@ -7,30 +7,28 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
 
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Call
 from spmdctx.trace.capture.partitioning import variable_names
 from spmdctx.trace.capture.structure import SERVED, Keys, Leaf, Read, Result
-
-graph = nnx.graph
+from spmdctx.trace.flax_modules import flax_is_used, nnx
 
 
 def is_object(x: Any) -> bool:
     """Returns whether `x` is an nnx object with an identity: a Module, an Optimizer, Rngs, a standalone Variable."""
-    return isinstance(x, nnx.Variable) or bool(graph.is_graph_node(x))
+    return flax_is_used() and (isinstance(x, nnx.Variable) or bool(nnx.graph.is_graph_node(x)))
 
 
 def _stops(x: Any) -> bool:
     # A State is a plain tree to JAX (functional nnx), though variables lie in it.
-    return isinstance(x, nnx.State) or is_object(x)
+    return flax_is_used() and (isinstance(x, nnx.State) or is_object(x))
 
 
 def has_objects(tree: Any) -> bool:
     """Returns whether `tree` contains nnx objects."""
-    return any(is_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_stops))
+    return flax_is_used() and any(is_object(leaf) for leaf in jax.tree.leaves(tree, is_leaf=_stops))
 
 
 def model_name(tree: Any) -> str:
@@ -40,7 +38,7 @@ def model_name(tree: Any) -> str:
         return is_object(x) or callable(getattr(x, "apply_fn", None))
 
     for leaf in jax.tree.leaves(tree, is_leaf=holds):
-        if isinstance(leaf, nnx.Module) and not isinstance(leaf, nnx.Optimizer):
+        if flax_is_used() and isinstance(leaf, nnx.Module) and not isinstance(leaf, nnx.Optimizer):
             return type(leaf).__name__
         owner = getattr(getattr(leaf, "apply_fn", None), "__self__", None)
         if owner is not None:
@@ -89,9 +87,9 @@ class _Regrown:
 
     def build(self, outputs: Sequence[Any], numbers: Any = None) -> tuple[Any, ...]:
         """Builds the returned objects; the caller's own, which `numbers` gives, are mutated to their state after the step."""
-        known = None if numbers is None else graph.IndexMap.from_refmap(numbers)
+        known = None if numbers is None else nnx.graph.IndexMap.from_refmap(numbers)
         values = self.values.unflatten(outputs[: self.values.num_leaves])
-        _, returned = graph.unflatten(self.graphdef, values, outer_index_outer_ref=known)
+        _, returned = nnx.graph.unflatten(self.graphdef, values, outer_index_outer_ref=known)
         return tuple(returned)
 
 
@@ -116,8 +114,8 @@ class ObjectStructure:
         form, objects, rest = _take_apart(call)
         if form != self.form:
             return None
-        numbers = graph.RefMap()
-        graphdef, values = graph.flatten((objects, ()), with_paths=False, ref_index=numbers, graph=True)
+        numbers = nnx.graph.RefMap()
+        graphdef, values = nnx.graph.flatten((objects, ()), with_paths=False, ref_index=numbers, graph=True)
         if graphdef != self.graphdef:
             return None
         leaves, tree = jax.tree.flatten(values)
@@ -127,7 +125,7 @@ class ObjectStructure:
         """Puts moved values back into the variables they came from."""
         objects, _ = handle
         values = self.values.unflatten(leaves[: self.values.num_leaves])
-        _, state = graph.flatten((objects, ()), with_paths=True, graph=True)
+        _, state = nnx.graph.flatten((objects, ()), with_paths=True, graph=True)
         for variable, value in zip(state.leaves, values, strict=True):
             if isinstance(variable, nnx.Variable):
                 variable.set_raw_value(value)
@@ -139,7 +137,7 @@ class ObjectStructure:
         if self.regrown is not None:
             returned = self.regrown.build(outputs, numbers)
         elif self.updates:
-            objects = graph.IndexMap.from_refmap(numbers)
+            objects = nnx.graph.IndexMap.from_refmap(numbers)
             for number, start, stop, tree in self.updates:
                 objects[number].set_raw_value(outputs[start] if tree is None else tree.unflatten(outputs[start:stop]))
         return self.result.build(returned, outputs[self.num_state :])
@@ -147,7 +145,7 @@ class ObjectStructure:
     def inputs(self, leaves: Sequence[Any]) -> Any:
         """Returns the dynamic call with `leaves` in it and a state in place of each object."""
         values = self.values.unflatten(leaves[: self.values.num_leaves])
-        objects, _ = graph.unflatten(self.graphdef, values)
+        objects, _ = nnx.graph.unflatten(self.graphdef, values)
         return self.form.build([_state(item) for item in objects], leaves[self.values.num_leaves :])
 
     def outputs(self, leaves: Sequence[Any]) -> Any:
@@ -174,8 +172,8 @@ class ObjectFlattening:
 
     def __init__(self, call: Call) -> None:
         self._form, self._objects, rest = _take_apart(call)
-        numbers = graph.RefMap()
-        self._graphdef, state = graph.flatten((self._objects, ()), with_paths=True, ref_index=numbers, graph=True)
+        numbers = nnx.graph.RefMap()
+        self._graphdef, state = nnx.graph.flatten((self._objects, ()), with_paths=True, ref_index=numbers, graph=True)
         object_keys, rest_keys = _places(call)
         owned: list[Leaf] = []
         self._held: list[_Held] = []
@@ -199,13 +197,13 @@ class ObjectFlattening:
 
     def run(self, fn: Callable[[Call], Any], leaves: Sequence[Any]) -> list[Result]:
         """Merges the objects from traced leaves, calls `fn`, and splits them again."""
-        inner = graph.IndexMap()
-        objects, _ = graph.unflatten(self._graphdef, self._values.unflatten(leaves[: self._num_owned]), index_ref=inner)
+        inner = nnx.graph.IndexMap()
+        objects, _ = nnx.graph.unflatten(self._graphdef, self._values.unflatten(leaves[: self._num_owned]), index_ref=inner)
         result = fn(self._form.build(objects, leaves[self._num_owned :]))
         self._result, returned, rest = _take_apart(result)
         self.result_tree = self._result.rest
-        known = graph.RefMap.from_indexmap(inner)
-        self._graphdef_after, values = graph.flatten((objects, returned), with_paths=False, ref_outer_index=known, graph=True)
+        known = nnx.graph.RefMap.from_indexmap(inner)
+        self._graphdef_after, values = nnx.graph.flatten((objects, returned), with_paths=False, ref_outer_index=known, graph=True)
         leaves_after, self._values_after = jax.tree.flatten(values)
         self.num_state = len(leaves_after)
         self._is_same = not returned and self._values_after == self._values and self._graphdef_after.with_no_outer_index() == self._graphdef
@@ -222,7 +220,7 @@ class ObjectFlattening:
             UnsupportedError: an object holds an array in an attribute that is not a variable, and so cannot take another value.
         """
         values = self._values.unflatten(leaves[: self._num_owned])
-        _, state = graph.flatten((self._objects, ()), with_paths=True, graph=True)
+        _, state = nnx.graph.flatten((self._objects, ()), with_paths=True, graph=True)
         for path, variable, value in zip(state.paths, state.leaves, values, strict=True):
             if isinstance(variable, nnx.Variable):
                 variable.set_raw_value(value)

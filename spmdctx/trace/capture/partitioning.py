@@ -6,16 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from flax import linen, nnx
-from flax.core import meta
 from jax.extend import source_info_util
 
 from spmdctx.errors import StrategyError
+from spmdctx.trace.flax_modules import flax_is_used, linen, meta, nnx
 
 PartitionNames = tuple[str | tuple[str, ...] | None, ...]
 """Axis names for each dimension, as Flax metadata gives them; None for a whole dimension."""
@@ -145,6 +143,8 @@ def reading_rules(rules: AxisRules, axes: Mapping[str, int]) -> Iterator[None]:
 
 def _rules_of_flax() -> AxisRules:
     """Returns the rules of `logical_axis_rules` around the call."""
+    if not flax_is_used():
+        return ()
     return tuple((name, tuple(axes) if isinstance(axes, list) else axes) for name, axes in linen.get_logical_axis_rules())
 
 
@@ -173,6 +173,8 @@ def spec_names(spec: Any, rank: int) -> PartitionNames | None:
 def boxed_names(tree: Any) -> dict[int, PartitionNames]:
     """Maps the flat index of each leaf in a linen metadata box to its names."""
     found: dict[int, PartitionNames] = {}
+    if not flax_is_used():
+        return found
     index = 0
     for node in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, meta.AxisMetadata)):
         if not isinstance(node, meta.AxisMetadata):
@@ -230,52 +232,3 @@ def _note(names: Any, found: Any) -> None:
     reader = _rules.get()
     if reader is not None:
         reader.note(names, found)
-
-
-@contextmanager
-def unconstrained_initials() -> Iterator[None]:
-    """Lets modules of linen make the initial values of named kernels without constraints, in the calls inside.
-
-    `DenseGeneral`, and so attention, makes a matrix first and reshapes it: while a mesh is set, Flax would split the matrix by the names of
-    the kernel's dimensions, of which there are more.
-    """
-    with linen.intercept_methods(_without_constraints):
-        yield
-
-
-def _without_constraints(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    module = context.module
-    if not isinstance(module, linen.DenseGeneral):
-        return call(*args, **kwargs)
-    own = {name: getattr(module, name) for name in ("kernel_init", "bias_init")}
-    for name, init in own.items():
-        object.__setattr__(module, name, partial(_made_flat, init))
-    try:
-        return call(*args, **kwargs)
-    finally:
-        for name, init in own.items():
-            object.__setattr__(module, name, init)
-
-
-def _made_flat(init: Any, *args: Any, **kwargs: Any) -> Any:
-    made = init(*args, **kwargs)
-    return _Flat(made) if isinstance(made, meta.Partitioned) else made
-
-
-class _Flat(meta.AxisMetadata[Any]):
-    """A box whose value has another rank than its names, until it is replaced."""
-
-    def __init__(self, box: meta.Partitioned[Any]) -> None:
-        self.box = box
-
-    def unbox(self) -> Any:
-        return self.box.unbox(apply_constraint=False)
-
-    def replace_boxed(self, val: Any) -> Any:
-        return self.box.replace_boxed(val)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> Any:
-        return _Flat(self.box.add_axis(index, params))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> Any:
-        return _Flat(self.box.remove_axis(index, params))

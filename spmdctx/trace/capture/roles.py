@@ -9,14 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax.core import FrozenDict, meta
-from flax.training.train_state import TrainState
 
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Selection
 from spmdctx.trace.capture.carry import Span, children
 from spmdctx.trace.capture.structure import Leaf, key_text
 from spmdctx.trace.capture.updates import Updates
+from spmdctx.trace.flax_modules import flax_is_used
 
 _PARAMETER_NAMES = ("params", "param", "parameters", "weights", "kernel")
 _OPTIMIZER_NAMES = (
@@ -28,7 +27,6 @@ _ROLE_OF_NAME = {
     **dict.fromkeys(_OPTIMIZER_NAMES, Role.OPTIMIZER),
     **dict.fromkeys(_STATE_NAMES, Role.STATE),
 }
-_LINEN_KINDS = (TrainState, FrozenDict, meta.AxisMetadata)
 _KEY_WORDS = ("key", "rng", "seed")
 
 
@@ -233,9 +231,19 @@ def _optax_leaves(span: Span) -> frozenset[int]:
 def _has_linen_node(tree: Any) -> bool:
     """Returns whether a structure contains a TrainState, a FrozenDict or a metadata box."""
     kind = tree.node_data()
-    if kind is None or issubclass(kind[0], _LINEN_KINDS):
-        return kind is not None
+    if kind is None or not flax_is_used():
+        return False
+    if issubclass(kind[0], _linen_kinds()):
+        return True
     return _has_inner_nodes(tree) and any(_has_linen_node(child) for child in tree.children())
+
+
+@lru_cache(maxsize=1)
+def _linen_kinds() -> tuple[type, ...]:
+    from flax.core import FrozenDict, meta
+    from flax.training.train_state import TrainState
+
+    return TrainState, FrozenDict, meta.AxisMetadata
 
 
 def _has_inner_nodes(tree: Any) -> bool:

@@ -420,10 +420,17 @@ def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first,
         bounds.append((meshes, bound_of(self, setup, meshes, known_s)))
         return bounds[-1][1]
 
+    of_joint, plans = MeshSearch._as_in_any_order, []
+
+    def as_in_any_order(self, setup, alike):
+        plans.append((setup.mesh, of_joint(self, setup, alike)))
+        return plans[-1][1]
+
     monkeypatch.setattr(MeshSearch, "bound_in_any_order", bound_in_any_order)
+    monkeypatch.setattr(MeshSearch, "_as_in_any_order", as_in_any_order)
     for seed in range(first, first + TOGETHER):
         made, machine = random_step(seed), random_machine(seed)
-        tried = len(bounds)
+        tried, taken = len(bounds), len(plans)
         found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=2, small_program=small))
         costs_s = {mesh: _search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine, 2)}
         truth = min(costs_s.values())
@@ -432,4 +439,6 @@ def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first,
         for meshes, bound in bounds[tried:]:
             assert len(meshes) == 2
             assert bound is None or all(bound <= costs_s[mesh] * (1 + 1e-9) for mesh in meshes)
+        for mesh, plan in plans[taken:]:
+            assert plan is None or plan.cost_s == plan.lower_bound_s == pytest.approx(costs_s[mesh], rel=2e-9)
     assert any(bound is not None for _, bound in bounds)

@@ -73,18 +73,24 @@ def _of_product(op: Op) -> dict[int, Minor]:
 
 def _spread(graph: Graph, known: dict[int, Minor]) -> None:
     """Adds what is made of known values element by element, then what they are made of."""
-    for ops in (graph.ops, reversed(graph.ops)):
-        for op in ops:
-            alike = _alike(graph, op)
+    places: dict[int, list[int]] = {}
+    every = [alike for op in graph.ops if (alike := _alike(graph, op, places))]
+    for ordered in (every, reversed(every)):
+        for alike in ordered:
             minor = next((known[value] for value in alike if value in known), None)
             if minor is not None:
                 known.update((value, minor) for value in alike if value not in known)
 
 
-def _alike(graph: Graph, op: Op) -> list[int]:
-    """Returns the operands and results that an op relates element by element."""
-    if not op.results or any(kind is not FactorKind.PASS_THROUGH for kind in op.rule.kinds):
+def _alike(graph: Graph, op: Op, places: dict[int, list[int]]) -> list[int]:
+    """Returns the operands and results that an op relates element by element; `places` keeps those of each rule."""
+    rule = op.rule
+    known = places.get(id(rule))
+    if known is None:
+        is_plain = bool(op.results) and all(kind is FactorKind.PASS_THROUGH for kind in rule.kinds)
+        sides = enumerate((*rule.operands, *rule.results)) if is_plain else ()
+        known = places[id(rule)] = [place for place, dims in sides if dims == rule.results[0]]
+    if not known:
         return []
-    own, shape = op.rule.results[0], graph.values[op.results[0]].shape
-    sides = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True)
-    return [value for value, dims in sides if value != LITERAL and dims == own and graph.values[value].shape == shape]
+    values, shape = (*op.operands, *op.results), graph.values[op.results[0]].shape
+    return [values[place] for place in known if values[place] != LITERAL and graph.values[values[place]].shape == shape]

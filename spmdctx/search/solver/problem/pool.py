@@ -15,6 +15,8 @@ MAX_COMPARED = 1 << 16
 """Entries up to which results are compared with known ones."""
 _PLAIN = 64
 """Entries up to which an array is its own key."""
+_SMALL = 1 << 14
+"""Additions up to which a minimum is taken at once."""
 _WIDE = 1 << 18
 """Additions from which a minimum is taken by groups."""
 
@@ -36,6 +38,7 @@ class Pool:
         self._totals: dict[tuple[int, int], int] = {}
         self._rows: dict[tuple[int, int], int] = {}
         self._selected: dict[tuple[int, int, int], int] = {}
+        self._finite: dict[int, BoolArray | None] = {}
         self._supports: dict[int, BoolArray | None] = {}
         self._worst: dict[int, FloatArray] = {}
         self._parts: dict[int, tuple[int, int] | None] = {}
@@ -136,7 +139,9 @@ class Pool:
         for place, own in enumerate(groups):
             if own is not None:
                 arrays[place] = arrays[place].take(own.columns.firsts(), axis=1)
-        found = least([((-1,), costs), *(((-1, place), array) for place, array in enumerate(arrays))], len(tables))
+        found = _least_of_small(costs, arrays)
+        if found is None:
+            found = least([((-1,), costs), *(((-1, place), array) for place, array in enumerate(arrays))], len(tables))
         for place, own in enumerate(groups):
             if own is not None:
                 found = found.take(own.columns.of, axis=place)
@@ -163,6 +168,13 @@ class Pool:
                 array = array.take(self.choices[right], axis=1)
             found = self._selected[key] = self.intern(array)
         return found
+
+    def finite(self, number: int) -> BoolArray | None:
+        """Finds the finite entries of costs; returns None if all are."""
+        if number not in self._finite:
+            finite: BoolArray = np.isfinite(self.arrays[number])
+            self._finite[number] = None if finite.all() else finite
+        return self._finite[number]
 
     def support(self, number: int) -> BoolArray | None:
         """Finds the rows of a table that have a finite entry; returns None if all have."""
@@ -194,6 +206,21 @@ class Pool:
                 split = bool(((rows[:, None] + columns) == table).all())
             self._parts[number] = (self.intern(rows), self.intern(columns)) if split else None
         return self._parts[number]
+
+
+def _least_of_small(costs: FloatArray, arrays: list[FloatArray]) -> FloatArray | None:
+    """Returns the minimum that `least` forms of one or two tables, in the same order; None if they are not small."""
+    if costs.size * prod([array.shape[1] for array in arrays]) > _SMALL:
+        return None
+    if len(arrays) == 1:
+        found: FloatArray = np.minimum.reduce(costs[:, None] + arrays[0], axis=0)
+        return found
+    first, second = arrays
+    if first.size <= second.size:
+        found = np.minimum.reduce((costs[:, None] + first)[:, :, None] + second[:, None, :], axis=0)
+    else:
+        found = np.minimum.reduce((costs[:, None] + second)[:, None, :] + first[:, :, None], axis=0)
+    return found
 
 
 def _same(first: FloatArray, second: FloatArray) -> bool:

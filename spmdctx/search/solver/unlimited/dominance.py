@@ -32,10 +32,7 @@ def supported(graph: CostGraph) -> bool:
 
 def _fits(graph: CostGraph, node: int) -> BoolArray | None:
     """Finds the states of a node that have a finite cost with some state of each neighbour; returns None if all have."""
-    costs = graph.costs(node)
-    fits: BoolArray | None = None
-    if not np.isfinite(costs).all():
-        fits = np.isfinite(costs)
+    fits = graph.pool.finite(graph.unary[node])
     for number in graph.links[node].values():
         support = graph.pool.support(number)
         if support is not None:
