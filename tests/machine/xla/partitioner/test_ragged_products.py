@@ -9,7 +9,9 @@ import pytest
 from jax import lax
 
 from spmdctx.audit.collectives import parse_collectives
+from spmdctx.cost.price import price
 from spmdctx.cost.roofline import compute_time_s
+from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.lowering.compile import jit_program
 from spmdctx.machine.presets import PRESETS
@@ -103,3 +105,11 @@ def test_tpu_multiplies_each_row_once_and_the_rows_of_all_groups_where_these_are
     products = 2 * MANY * WIDTH * WIDTH / PRESETS["tpu-v5e"].peak_flops_per_s
     assert made < 1.5 * products
     assert gradient == pytest.approx(GROUPS * products)
+
+
+def test_masked_rows_of_all_groups_and_turned_ones_are_in_memory_while_they_are_read():
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((MANY, WIDTH), (GROUPS, WIDTH, WIDTH))]
+    program = trace(lax.ragged_dot, *arguments, jax.ShapeDtypeStruct((GROUPS,), jnp.int32))
+    step, assignment = Step(program.graph, program.scopes, program.from_literals), spread(program, {})
+    peaks = [price(step, assignment, MESH, PRESETS[device]).memory_bytes for device in ("tpu-v5e", "h100")]
+    assert peaks[1] - peaks[0] == 2 * GROUPS * MANY * WIDTH * 2
