@@ -118,7 +118,7 @@ def test_what_is_not_proven_is_not_said(monkeypatch):
 
 
 @pytest.mark.parametrize("between", [True, False])
-def test_an_error_says_that_the_fastest_plan_may_fit_where_only_the_safe_end_is_over_the_budget(between):
+def test_an_error_says_where_only_the_safe_end_is_over_the_budget(between):
     _, step, request, machine = _problem(6004)
     machine = replace(machine, device="tpu-v5e")
     free = plan_dynamic(step, request, machine, DynamicOptions())
