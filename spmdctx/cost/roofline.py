@@ -23,6 +23,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
+from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
 Slices = Sequence[int]
 """The number of slices of each factor of an op's rule."""
@@ -47,7 +48,26 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
         if topology.unaligned_share < 1:
             longest = _unaligned_s(graph, op, slices, topology, longest)
         longest = max(longest, _product_time_s(graph, op, slices, topology))
+    if op.primitive == RAGGED and topology.compiler.masks_groups:
+        longest = _masked_s(graph, op, slices, topology, longest)
     return longest + _kernel_s(op, topology) if topology.kernel_s and longest else longest
+
+
+_COPIES = 3
+"""How often the masked rows of all groups are written or read before a product reads them: they are made, then turned."""
+
+
+def _masked_s(graph: Graph, op: Op, slices: Slices, topology: Topology, ragged_s: float) -> float:
+    """Returns the seconds of a ragged product for which all rows are masked and multiplied once for each group; `ragged_s` are its own.
+
+    One that contracts the rows counts the operations of all groups already, and reads what others masked.
+    """
+    left, right = (_block_bytes(graph, op.operands[place], op.rule.operands[place], slices) for place in (0, 1))
+    groups, is_summed = groups_of(op.rule)
+    moved_s = groups * left / topology.memory_bytes_per_s
+    if is_summed:
+        return max(ragged_s, moved_s + groups * right / topology.memory_bytes_per_s)
+    return max(groups * _product_time_s(graph, op, slices, topology), moved_s) + _COPIES * moved_s
 
 
 _LONG_KERNELS = 2.5

@@ -84,6 +84,11 @@ class Compiler:
         return self._is_of_gpu
 
     @property
+    def masks_groups(self) -> bool:
+        """Has no kernel for ragged products: JAX masks all rows for each group (`machine.xla.partitioner.ragged_products`)."""
+        return not self.runs_barriers_in_order
+
+    @property
     def turns_gathers(self) -> bool:
         """Turns what a program returns if it was gathered along an inner dimension (`machine.xla.collectives.turning`)."""
         return self._is_of_gpu

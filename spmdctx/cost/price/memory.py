@@ -14,15 +14,17 @@ from spmdctx.cost.memory.lives import compiled_memory, profile
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.cost.price.peak import set_peak
-from spmdctx.ir.analysis.kinds import value_kinds
+from spmdctx.ir.analysis.kinds import ops_of, value_kinds
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import Op
 from spmdctx.ir.mesh import local_shape
+from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_tiles
 from spmdctx.machine.xla.overlap import overlap_candidates
+from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
 
 class MemoryCount:
@@ -60,6 +62,7 @@ class MemoryCount:
     def count(self, bill: Bill) -> None:
         """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
         graph, memory, scratch_bytes = self._assigned.graph, self._memory, self._assigned.topology.compiler.scratch_bytes
+        self._mask_rows()
         sizes, moved = self._sizes(), {row.value for row in bill.moves}
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -74,6 +77,17 @@ class MemoryCount:
         bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
         bill.argument_bytes = sum(sizes[value] for value in dict.fromkeys(graph.inputs))
         set_peak(bill, alive.tolist(), self._assigned.topology)
+
+    def _mask_rows(self) -> None:
+        """Adds the rows of ragged products that are masked for each group, and those turned; products that read the same share them."""
+        graph, assignment = self._assigned.graph, self._assigned.assignment
+        for op in ops_of(graph, {RAGGED}) if self._assigned.topology.compiler.masks_groups else ():
+            groups, is_summed = groups_of(op.rule)
+            for name, position in (("masked", 0), ("masked" if is_summed else "turned", int(is_summed))):
+                value, axes = op.operands[position], assignment.ops[op.id].axes
+                taken = project(op.rule.operands[position], axes)
+                num_bytes = groups * self._assigned.stored_bytes(value, taken)
+                self.copies.make(op, value, (name, value, taken), num_bytes, gathered=False)
 
     def _sizes(self) -> Sequence[int]:
         """Returns the bytes that each value takes in memory."""

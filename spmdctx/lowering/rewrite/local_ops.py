@@ -18,6 +18,7 @@ from spmdctx.ir.primitives import KERNELS
 from spmdctx.ir.projection import partial_axes, project
 from spmdctx.ir.rule import DimFactors, OpRule
 from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.machine.xla.partitioner.complex_products import is_complex_product
 from spmdctx.machine.xla.partitioner.grouped_convolutions import group_factor, groups_of
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, ragged_axes, ragged_dim
 from spmdctx.rules.kernels.grids import shared_axes
@@ -73,12 +74,17 @@ PARTITIONED = "custom_partitioning"
 
 def is_local(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: Mesh) -> bool:
     """Returns whether an equation, split over `axes`, must be written as a manual region."""
-    name = eqn.primitive.name
+    name, is_tpu = eqn.primitive.name, bool(mesh.devices.flat[0].platform == "tpu")
     if name in CUSTOM_CALLS:
         return not eqn.effects
     if name == PARTITIONED:
-        return bool(mesh.devices.flat[0].platform == "tpu")
-    return (name in LOCAL_OPS or is_grouped(eqn) or bool(split_rows(eqn, rule, axes))) and any(axes)
+        return is_tpu
+    return any(axes) and (
+        name in LOCAL_OPS
+        or is_grouped(eqn)
+        or bool(split_rows(eqn, rule, axes))
+        or (is_tpu and is_complex_product(name, str(getattr(eqn.outvars[0].aval, "dtype", ""))))
+    )
 
 
 def split_rows(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...]) -> AxisNames:

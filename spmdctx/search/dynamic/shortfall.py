@@ -65,11 +65,19 @@ def infeasible(
     return InfeasibleError(
         f"{said}{', as was proven' if found.is_proven else ''}{joined}.",
         where=place_of(step, found.time),
-        got=f"{alive}, the largest of them {_largest(step, topology, found.time)}",
+        got=f"{alive}, the largest of them {_largest(step, topology, found.time)}{_likely(step, topology, options, found)}",
         need="" if options.is_brief else _need(step, request, topology, options, found, budgets),
         fix=f"{_donating(step, topology, found)}raise the budget or the number of devices, make the batch smaller, or recompute "
         "activations (jax.checkpoint)",
     )
+
+
+def _likely(step: Step, topology: Topology, options: DynamicOptions, found: Shortfall) -> str:
+    """Returns that the fastest plan is over the budget only by what is safe to allow for, or an empty string if it is not."""
+    bill = bill_of(step, found.fastest.assignment, found.fastest.setup.mesh, topology)
+    if options.memory_bytes is None or bill.memory_bytes > options.memory_bytes:
+        return ""
+    return f"; the fastest plan likely takes {bytes_text(bill.memory_bytes)}, but {bytes_text(bill.safe_bytes)} are safe to allow for"
 
 
 def _donating(step: Step, topology: Topology, found: Shortfall) -> str:

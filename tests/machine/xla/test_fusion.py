@@ -92,3 +92,11 @@ def test_what_a_product_stands_between_is_read_again():
     program = trace(lambda x, w: x + jnp.exp(x) @ w, X, W)
     assert ops(program, "exp")[0].fused & 1 == 0
     assert ops(program, "add")[0].fused & 1 == 0
+
+
+def test_what_puts_elements_apart_is_written_and_zeros_around_them_are_not():
+    def padded(config):
+        return trace(lambda x: lax.pad(jnp.sin(x), 0.0, config) + 1.0, jnp.ones((8, 8)))
+
+    apart, around = padded(((0, 1, 1), (0, 0, 0))), padded(((0, 8, 0), (0, 0, 0)))
+    assert (materialized(apart, "pad"), materialized(around, "pad")) == ([True], [False])

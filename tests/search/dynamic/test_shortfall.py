@@ -115,3 +115,16 @@ def test_what_is_not_proven_is_not_said(monkeypatch):
     other = str(shortfall.infeasible(step, request, machine, options, found._replace(is_proven=False), budgets))
     assert "No plan was found on" in other
     assert "at least" not in other
+
+
+@pytest.mark.parametrize("between", [True, False])
+def test_an_error_says_where_only_the_safe_end_is_over_the_budget(between):
+    _, step, request, machine = _problem(6004)
+    machine = replace(machine, device="tpu-v5e")
+    free = plan_dynamic(step, request, machine, DynamicOptions())
+    bill = bill_of(step, free.assignment, request.mesh, machine)
+    assert bill.safe_bytes > bill.memory_bytes
+    options = DynamicOptions(memory_bytes=bill.memory_bytes if between else bill.memory_bytes - 1, is_brief=True)
+    found = Shortfall(0, bill.safe_bytes, bill.safe_bytes, is_proven=False, fastest=free, lower_bound_s=free.cost_s)
+    error = shortfall.infeasible(step, request, machine, options, found, _budgets(step, request, machine, options))
+    assert ("the fastest plan likely takes" in str(error)) == between

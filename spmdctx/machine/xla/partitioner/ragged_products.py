@@ -5,8 +5,8 @@ What XLA does: it makes a kernel of a ragged product, and splits features of eit
     gradient of the weights does, becomes one of matrices: every group multiplies all rows, those of others masked.
 Seen in: jaxlib 0.10.2, libtpu 0.0.42: 4,096 rows and eight groups, a product, its two gradients, and splits of each dimension, compiled
     for eight v5e. On CPU JAX writes masks itself, which split like any others.
-Switch: none: all backends
-Priced by: rules.flops counts every group of a product that contracts the ragged dimension
+Switch: `Compiler.masks_groups`
+Priced by: rules.flops counts every group of a product that contracts the ragged dimension; cost.roofline counts masked rows
 Written or prevented by: lowering.rewrite.local_ops runs such a product per block, with the rows of each group that one device holds;
     lowering.rewrite.partial_terms does so where loops add up its results.
 Checked by: tests/machine/xla/partitioner/test_ragged_products.py, tests/rules/test_contraction.py
@@ -14,6 +14,7 @@ Checked by: tests/machine/xla/partitioner/test_ragged_products.py, tests/rules/t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,3 +34,10 @@ def ragged_dim(params: Mapping[str, Any]) -> int:
 def ragged_axes(rule: OpRule, params: Mapping[str, Any], axes: tuple[AxisNames, ...]) -> AxisNames:
     """Returns the mesh axes that split the rows of a ragged product."""
     return project(rule.operands[0], axes)[ragged_dim(params)]
+
+
+def groups_of(rule: OpRule) -> tuple[int, bool]:
+    """Returns the number of groups of a ragged product, and whether it contracts the rows; one group where neither side has more."""
+    left, right, made = ({factor for dims in side for factor in dims} for side in (*rule.operands[:2], rule.results[0]))
+    groups = (right | made) & rule.blocked - left
+    return math.prod(rule.sizes[factor] for factor in groups), bool(groups & made)

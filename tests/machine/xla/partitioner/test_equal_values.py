@@ -74,6 +74,24 @@ def test_what_is_made_of_equal_values_is_equal_where_those_are_stored_alike(stor
     assert found.issuperset(tops) == named
 
 
+TURNED = {
+    "converted": lambda x: (x.astype(jnp.float32) * 2.0, x.T.astype(jnp.float32) * 3.0),
+    "converted and scaled": lambda x: (x.astype(jnp.float32) * 2.0 + 1.0, x.T.astype(jnp.float32) * 2.0 - 3.0),
+    "turned back": lambda x: (x.astype(jnp.float32) * 2.0, jnp.sin(x.T).T.astype(jnp.float32) * 3.0, jnp.sin(x)),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_a_value_and_a_turned_one_that_is_equal_are_kept_apart_where_that_is_turned(name):
+    program = trace(TURNED[name], X)
+    readers = ops(program, "sin") or ops(program, "convert_element_type")
+    first, second = (op.results[0] for op in readers)
+    found = equal_values(program.graph, program.scopes, spread(program, {0: (D, ())}), {first})
+    turned = ops(program, "transpose")[0].results[0]
+    assert {first, second, turned} <= found
+    assert equal_values(program.graph, program.scopes, spread(program, {0: (D, ())}), ()) == frozenset()
+
+
 def masked(x, w):
     mask = jnp.where(jnp.arange(64)[None, :] > jnp.arange(64)[:, None], 0.0, 1.0)
     return jnp.where(mask > 0, w, 0.0) @ x
@@ -124,10 +142,19 @@ def adam(at, x, weight):
     return at(first, None, "model"), at(second, "model")
 
 
+def tied(at, table, x):
+    # A table that is looked up by columns, and multiplied by rows.
+    axes = ("model", "data")
+    columns, rows = at(at(table, axes).astype(jnp.bfloat16), None, axes), table.T.astype(jnp.bfloat16)
+    logits = at(x.astype(jnp.bfloat16) @ rows, None, axes)
+    return at(columns[jnp.arange(64) * 3], None, axes), at(jax.lax.dot_general(jnp.tanh(logits), rows, (((1,), (1,)), ((), ()))))
+
+
 STEPS = {
     masked_twice: [(8, 16, 256, 256), (8, 16, 256, 256)],
     normed: [(32, 256, 2048)],
     adam: [(2**19, 1024), (1024, 1024)],
+    tied: [(8192, 1024), (512, 1024)],
 }
 
 
@@ -138,7 +165,7 @@ def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(st
     def at(x, *spec):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*spec)))
 
-    dtype = jnp.float32 if step is adam else jnp.bfloat16
+    dtype = jnp.float32 if step in (adam, tied) else jnp.bfloat16
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape in STEPS[step]]
     run = spmdctx.parallel(
         lambda *x: step(at, *x), mesh=mesh, topology="tpu-v5e", parallel_mode="auto_parallel", search_mode="sharding_propagation"

@@ -1,5 +1,7 @@
 """Ragged products whose rows are split: each device multiplies its own, and nothing is gathered."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,12 @@ import pytest
 from jax import lax
 
 from spmdctx.audit.collectives import parse_collectives
+from spmdctx.cost.price import price
+from spmdctx.cost.roofline import compute_time_s
+from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.lowering.compile import jit_program
+from spmdctx.machine.presets import PRESETS
 from tests.audit.compile_only import need_tpu
 from tests.road import bill_of, ops, run, spread, trace
 
@@ -69,3 +75,41 @@ def test_tpu_gathers_no_rows(stored):
     planned = [(row.kind, row.axes) for row in bill_of(program, assignment, MESH).collectives]
     assert [(one.kind, one.axes) for one in parse_collectives(text, MESH)] == planned
     assert len(planned) == 1
+
+
+MANY, GROUPS, WIDTH = 4096, 8, 1024
+
+
+def seconds(device):
+    """Of a product and of its two gradients on one device: first those that contract features, then the one that contracts rows."""
+    shapes = (MANY, WIDTH), (GROUPS, WIDTH, WIDTH), (MANY, WIDTH)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    graph = trace(with_gradients, *arguments, jax.ShapeDtypeStruct((GROUPS,), jnp.int32)).graph
+    machine = replace(PRESETS[device], kernel_s=0.0)
+    one = LogicalMesh.of({"data": 1})
+    own = [op for op in graph.ops if op.primitive == "ragged_dot_general"]
+    found = {graph.values[op.results[0]].shape: compute_time_s(graph, op, ((),) * len(op.rule.sizes), one, machine) for op in own}
+    return found[shapes[0]], found[shapes[1]]
+
+
+def test_without_a_kernel_all_rows_are_masked_and_multiplied_for_each_group():
+    machine, all_groups = PRESETS["h100"], 2 * MANY * WIDTH * WIDTH * GROUPS
+    masked_bytes = GROUPS * MANY * WIDTH * 2
+    made, gradient = seconds("h100")
+    assert made == pytest.approx(all_groups / machine.peak_flops_per_s + 3 * masked_bytes / machine.memory_bytes_per_s)
+    assert gradient == pytest.approx(max(all_groups / machine.peak_flops_per_s, 2 * masked_bytes / machine.memory_bytes_per_s))
+
+
+def test_tpu_multiplies_each_row_once_but_where_rows_are_summed():
+    made, gradient = seconds("tpu-v5e")
+    products = 2 * MANY * WIDTH * WIDTH / PRESETS["tpu-v5e"].peak_flops_per_s
+    assert made < 1.5 * products
+    assert gradient == pytest.approx(GROUPS * products)
+
+
+def test_masked_rows_of_all_groups_and_turned_ones_are_in_memory_while_they_are_read():
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((MANY, WIDTH), (GROUPS, WIDTH, WIDTH))]
+    program = trace(lax.ragged_dot, *arguments, jax.ShapeDtypeStruct((GROUPS,), jnp.int32))
+    step, assignment = Step(program.graph, program.scopes, program.from_literals), spread(program, {})
+    peaks = [price(step, assignment, MESH, PRESETS[device]).memory_bytes for device in ("tpu-v5e", "h100")]
+    assert peaks[1] - peaks[0] == 2 * GROUPS * MANY * WIDTH * 2
