@@ -188,9 +188,7 @@ class Constrained:
             for states in known.choices:
                 self._offer_repaired(states)
             self._raise(known.lower_bound)
-            if self._is_proven():
-                return
-            if not self._is_closable(self.graph) and self._by_planes(known.choices):
+            if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known.choices)):
                 return
         ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)
         ascent.start()
