@@ -15,7 +15,7 @@ from spmdctx.cost.memory.lives import Peak
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
-from spmdctx.search.dynamic.effort import Effort, Schedule, Standing
+from spmdctx.search.dynamic.effort import Attempt, Effort, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
@@ -81,6 +81,7 @@ class Budget:
         self.spent = self._before = 0.0
         self.fitting: dict[LogicalMesh, Sequence[int]] = {}
         self.costs_s: dict[LogicalMesh, float] = {}
+        self._ends: dict[LogicalMesh, tuple[Standing, Found | Shortfall | Beaten]] = {}
 
     def peak_of(self, found: Found) -> Peak:
         """Returns the peak of a plan that is to be within the budget."""
@@ -95,14 +96,28 @@ class Budget:
         return max(0.0, additions - (self.spent - self._before))
 
     def search_on(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
-        """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`.
+        """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`, by the schedule's first attempts.
 
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
         that short attempts find, so these suffice.
         """
-        standing, result = Standing(known_s), None
-        own = mesh.fastest.setup.mesh
-        for attempt in self.schedule.attempts:
+        return self._search(mesh, self.schedule.attempts, Standing(known_s), None)
+
+    def search_later(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
+        """Goes on from the first attempts on a mesh with those that come later."""
+        standing, result = self._ends[mesh.fastest.setup.mesh]
+        return self._search(mesh, self.schedule.later, standing._replace(known_s=known_s), result)
+
+    def search_alone(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
+        """Makes all attempts on the only mesh there is."""
+        self.search_on(mesh, known_s)
+        return self.search_later(mesh, known_s)
+
+    def _search(
+        self, mesh: MeshProblem, attempts: Sequence[Attempt], standing: Standing, result: Found | Shortfall | Beaten | None
+    ) -> Found | Shortfall | Beaten:
+        own, known_s = mesh.fastest.setup.mesh, standing.known_s
+        for attempt in attempts:
             if not attempt.when(standing):
                 continue
             starts = (self.fitting[own],) if own in self.fitting else ()
@@ -119,6 +134,7 @@ class Budget:
                 self.fitting[own] = run.fitting
                 self.costs_s[own] = min(standing.cost_s, self.costs_s.get(own, math.inf))
         assert result is not None, "a schedule begins with an attempt"
+        self._ends[own] = standing, result
         return result
 
     def solve_within(self, limited: Problem, fastest: Found, solver: Callable[[Problem], Solution | Infeasible]) -> Solution | Shortfall:
@@ -220,13 +236,18 @@ class _Run:
             self._bound_s = max(self._bound_s, solution.lower_bound)
         if self._bound_s >= self._known_s:
             return Beaten(self._bound_s)
-        self._last = (solution.states[: len(mesh.tables.choices)],)
+        self._keep(solution)
         found = self._formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)._replace(lower_bound_s=self._bound_s)
         peak = self._budget.peak_of(found)
         fits = peak.bytes <= self._budget.memory_bytes
         if (not fits and self._counts_more(peak)) or self._proves_more(solution):
             return None
         return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
+
+    def _keep(self, solution: Solution) -> None:
+        """Keeps the choices of a solution, from which the next limit starts."""
+        count = len(self._mesh.tables.choices)
+        self._last = tuple([states[:count] for states in (solution.states, *solution.met)])
 
     def _solver(self, limited: Problem) -> Callable[[Problem], Solution | Infeasible]:
         """Returns the solver, which starts where earlier searches ended."""
@@ -248,7 +269,7 @@ class _Run:
     def _cut(self, solution: Solution | Shortfall) -> Found | Shortfall | None:
         """Ends the attempt whose allowance is spent; goes on within the effort's limit for proofs if the states so far are a plan."""
         if isinstance(solution, Solution):
-            self._last = (solution.states[: len(self._mesh.tables.choices)],)
+            self._keep(solution)
             found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
             peak = self._budget.peak_of(found)
             if peak.bytes <= self._budget.memory_bytes:

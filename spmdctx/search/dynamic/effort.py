@@ -60,7 +60,7 @@ REPAIRED = Effort(level=-1, tolerance=1.0, hopeless=1.5 * _HOPELESS, limits_proo
 BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, limits_proofs=True)
 """For one of many plans of a small program."""
 
-HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=2 * _HOPELESS)
+HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=6 * _HOPELESS)
 """For a plan of a program that is not small, in little time."""
 
 THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS)
@@ -135,6 +135,7 @@ class Schedule(NamedTuple):
 
     Attributes:
         attempts: those made on each mesh, in this order.
+        later: those made when all meshes had theirs, on the meshes that may still have the best plan.
         stops_at_first: whether the search ends at the first mesh with a plan.
         enough: the gap, relative to the bound, at which a plan makes the search of another mesh not worthwhile.
         repairs: the solver's additions on all meshes together that go into `REPAIRED` before the attempts.
@@ -144,10 +145,11 @@ class Schedule(NamedTuple):
     """
 
     attempts: tuple[Attempt, ...]
+    later: tuple[Attempt, ...] = ()
     stops_at_first: bool = False
     enough: float = 0.0
     repairs: float = 0.0
-    hopeless: float = 8 * _HOPELESS
+    hopeless: float = 12 * _HOPELESS
     proof: float = math.inf
 
 
@@ -169,8 +171,8 @@ THOROUGH_PLAN = Schedule(
     (
         Attempt(HASTY, first_of_all),
         Attempt(HASTY._replace(tolerance=THOROUGH.tolerance), first_beside_others),
-        Attempt(THOROUGH, unsettled),
-    )
+    ),
+    later=(Attempt(THOROUGH, unsettled),),
 )
 
 MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELESS, proof=_PROOF)
@@ -181,9 +183,9 @@ _ENOUGH = 0.01
 _SHORT = HASTY._replace(rounds=2)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
-QUICK_PLAN = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(unsettled, enough=_ENOUGH))), enough=_ENOUGH)
+QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 
 ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
 
 # If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
-QUICK_PLAN_OR_NONE = Schedule((*_SHORT_ATTEMPTS, Attempt(QUICK, partial(improvable, enough=_ENOUGH))), enough=_ENOUGH)
+QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)),), enough=_ENOUGH)

@@ -104,7 +104,9 @@ class Searcher(Search):
         is_likely = self._options.is_likely
         if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes, is_likely=is_likely):
             return found
-        return self._meshes.within(Budget(formulation, self._options, formulation.peak_of(found, is_likely=is_likely)), found, known_s)
+        budget = Budget(formulation, self._options, formulation.peak_of(found, is_likely=is_likely))
+        self._meshes.within(budget, found, known_s)
+        return self._meshes.within(budget, found, known_s, is_later=True)
 
     def _setups(self, request: Request) -> list[Setup]:
         """Prepares a set-up for every mesh that may be tried."""
@@ -303,20 +305,33 @@ class Budgets:
 
         Returns the best plan, and the meshes on which none was found.
         """
-        schedule, short = budget.schedule, dict[LogicalMesh, Shortfall]()
-        for setup in setups:
+        schedule, short, begun = budget.schedule, dict[LogicalMesh, Shortfall](), list[Setup]()
+
+        def search(setup: Setup, best: Found | None, *, is_later: bool) -> Found | None:
+            mesh = setup.mesh
             known_s = float("inf") if best is None else best.cost_s * (1 - schedule.enough)
-            if best is not None and (schedule.stops_at_first or bounds[setup.mesh] >= known_s):
-                continue
-            tell(f"{mesh_text(setup.mesh)} within {bytes_text(budget.options.memory_bytes or 0)} per device")
+            if best is not None and (schedule.stops_at_first or bounds[mesh] >= known_s):
+                return best
+            begun.append(setup)
+            tell(f"{mesh_text(mesh)} within {bytes_text(budget.options.memory_bytes or 0)} per device")
+            # A later attempt knows what it found before.
+            known_s = float("inf") if is_later and best is not None and best.setup.mesh == mesh else known_s
             fastest = self._fastest._replace(setup=setup)
-            found = self._meshes.within(budget, fastest, known_s, bounds[setup.mesh], insists=best is not None)
-            bounds[setup.mesh] = max(bounds[setup.mesh], found.lower_bound_s)
-            _log_mesh(setup.mesh, found, budget.options.memory_bytes)
+            found = self._meshes.within(budget, fastest, known_s, bounds[mesh], insists=best is not None, is_later=is_later)
+            bounds[mesh] = max(bounds[mesh], found.lower_bound_s)
+            _log_mesh(mesh, found, budget.options.memory_bytes)
+            short.pop(mesh, None)
             if isinstance(found, Shortfall):
-                short[setup.mesh] = found
+                short[mesh] = found
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
-                best = self._best = found
+                self._best = found
+                return found
+            return best
+
+        for setup in setups:
+            best = search(setup, best, is_later=False)
+        for setup in sorted(begun, key=lambda own: budget.costs_s.get(own.mesh, math.inf)) if schedule.later else ():
+            best = search(setup, best, is_later=True)
         return best, short
 
 

@@ -117,7 +117,7 @@ class RecursiveSearcher(Search):
             return fastest
         tables = formulation.tables(setup)
         budget = Budget(formulation, self._within, formulation.peak_of(fastest))
-        found = budget.search_on(MeshProblem(tables, tables.problem(), fastest), known_s)
+        found = budget.search_alone(MeshProblem(tables, tables.problem(), fastest), known_s)
         if isinstance(found, Found):
             unfit = f"the cheapest plan on a mesh {found.setup.mesh.shape} does not fit"
             found.setup.notes.append(f"memory_bytes={memory_bytes}: {unfit}, this one does.")

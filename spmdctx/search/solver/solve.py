@@ -57,6 +57,7 @@ def solve(
         deadline = allowance.is_spent
     search = _search(effort, tolerance, cutoff, deadline)
     graph = CostGraph.of(problem.costs, problem.edges, Pool(allowance))
+    met: tuple[tuple[int, ...], ...] = ()
     with np.errstate(invalid="ignore"):
         if not supported(graph):
             return HOPELESS
@@ -66,10 +67,13 @@ def solve(
         elif shrink(graph, search, rows):
             # Prices are minima of other costs, to which the cutoff does not apply.
             search.cutoff = float("inf")
-            found = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known), cutoff).run()
+            within = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known), cutoff)
+            found = within.run()
+            met = tuple([tuple(graph.complete(states)) for states in within.met])
         else:
             found = None
-    return _solution(problem, graph, found, search)
+    solution = _solution(problem, graph, found, search)
+    return solution._replace(met=met) if met and isinstance(solution, Solution) else solution
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:

@@ -15,7 +15,7 @@ NO_PLAN = Standing(INFINITE, is_begun=True)
 
 def due(schedule, standing):
     """The efforts of the attempts that are made as things stand."""
-    return [attempt.effort for attempt in schedule.attempts if attempt.when(standing)]
+    return [attempt.effort for attempt in (*schedule.attempts, *schedule.later) if attempt.when(standing)]
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(s
 def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
     near, far = 1 / (1 + schedule.enough), 0.9
-    assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.attempts[-1].effort]
+    assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.later[-1].effort]
     assert due(schedule, found._replace(lower_bound_s=near)) == []
     assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
 

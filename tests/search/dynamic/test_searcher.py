@@ -277,6 +277,30 @@ def test_a_budget_is_tried_only_on_meshes_where_it_may_pay(monkeypatch):
     assert spared
 
 
+def test_a_mesh_gets_more_effort_only_after_the_others_were_tried_with_little(monkeypatch):
+    turns, order = [], ["search_on", "search_later"]
+
+    def recording(name, run):
+        def recorded(self, mesh, known_s):
+            turns.append(name)
+            return run(self, mesh, known_s)
+
+        return recorded
+
+    for name in order:
+        monkeypatch.setattr(Budget, name, recording(name, getattr(Budget, name)))
+    later = 0
+    for seed in range(4700, 4700 + TOGETHER):
+        made, machine = random_step(seed, 8), random_machine(seed)
+        free = plan_dynamic(_step(made), _request(4), machine, LARGE)
+        budget = int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.8)
+        turns.clear()
+        found = plan_dynamic(_step(made), _request(4), machine, replace(LARGE, memory_bytes=budget, schedule=THOROUGH_PLAN))
+        assert turns == sorted(turns, key=order.index) or isinstance(found, Shortfall)
+        later += "search_later" in turns
+    assert later
+
+
 def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
     efforts, run = [], budget_module.solve
 
@@ -291,9 +315,9 @@ def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypa
         asked = replace(LARGE, memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7))
         costs = []
         for insists in (float("inf"), -1.0):
-            attempts = (*THOROUGH_PLAN.attempts[:-1], Attempt(THOROUGH._replace(insists=insists), unsettled))
+            schedule = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH._replace(insists=insists), unsettled),))
             efforts.clear()
-            found = plan_dynamic(_step(made), _request(4), machine, replace(asked, schedule=Schedule(attempts)))
+            found = plan_dynamic(_step(made), _request(4), machine, replace(asked, schedule=schedule))
             costs.append(float("inf") if isinstance(found, Shortfall) else found.cost_s)
             assert insists < 0 or THOROUGH.level + 1 not in efforts
             assert isinstance(found, Shortfall) or found.lower_bound_s <= found.cost_s * (1 + 1e-9), seed

@@ -17,6 +17,7 @@ from spmdctx.search.solver.limited.closing import Enumerated, enumerate_choices,
 from spmdctx.search.solver.limited.forest import descend_forests
 from spmdctx.search.solver.limited.frontier import cheapest_fitting, order_for
 from spmdctx.search.solver.limited.lagrange import Prices, priced
+from spmdctx.search.solver.limited.planes import WidePrices
 from spmdctx.search.solver.limited.polish import Polish
 from spmdctx.search.solver.limited.selection import Amounts, Selection
 from spmdctx.search.solver.limited.size import ROOT_WORK, num_variables
@@ -35,6 +36,10 @@ QUICK_SWEEPS = 3
 QUICK_FITS = 6
 """Choices at rising prices, sweeps of messages before each, and choices that fit after which it ends."""
 MAX_REPAIRS = 12
+PLANES = 12
+"""Minima of a wide problem at prices."""
+NEAR_ENOUGH = 0.005
+"""The gap to which they go on, even if a larger one is allowed: most of the work is that of the first."""
 MAX_FREE = 3000
 """The most nodes of a wide problem that is first solved without memory."""
 ASCENT_SHARE = 0.35
@@ -66,6 +71,7 @@ class Constrained:
         self.prices: FloatArray = np.zeros(len(rows.times))
         self.beliefs: Bound | None = None
         self.active: list[int] = []
+        self.met: list[list[int]] = []
         self._is_whole = is_whole(graph)
 
     def run(self) -> Minimum | Infeasible:
@@ -182,7 +188,7 @@ class Constrained:
             for states in known.choices:
                 self._offer_repaired(states)
             self._raise(known.lower_bound)
-            if self._is_proven():
+            if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known.choices)):
                 return
         ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)
         ascent.start()
@@ -203,6 +209,31 @@ class Constrained:
         self.prices, self.beliefs = ascent.prices, ascent.best
         self._raise(ascent.bound + self.graph.base)
         self.active = np.flatnonzero(self.prices).tolist()
+
+    def _by_planes(self, known: Sequence[Sequence[int]]) -> bool:
+        """Finds prices by exact minima; returns whether no other prices give a much better bound."""
+        prices = WidePrices(self.graph, self.amounts, self.search, self.bound, known)
+        if self.best is not None:
+            prices.add(self.best.states)
+        tolerance = min(self.search.tolerance, NEAR_ENOUGH)
+        for _ in range(PLANES):
+            at, most = prices.step()
+            self.prices, self.active = prices.best, prices.active
+            if most - prices.bound <= max(tolerance / 4, 1e-9) * abs(most):
+                break
+            known_cost = np.inf if self.best is None else self.best.cost * (1 - max(tolerance, EQUAL))
+            choice = None if self.search.expired() else prices.evaluate_below(at, min(self.cutoff, known_cost))
+            if choice is None or prices.is_loose:
+                return False
+            self.met.append(choice.states)
+            self._offer_repaired(choice.states)
+            self._raise(prices.bound)
+            if self.bound >= self.cutoff or self._gap() <= max(tolerance, EQUAL):
+                break
+        if not self._is_proven():
+            choices = sorted(prices.choices, key=lambda choice: choice.cost)
+            self._offer_flipped([choice.states for choice in choices if np.isfinite(choice.cost)])
+        return True
 
     def _polish(self) -> None:
         """Runs rounds of improvement: as many as the effort allows, or with a deadline as many as the time allows."""

@@ -78,12 +78,16 @@ class Prices:
         if found is None:
             return None
         self.search.count("prices", 1)
+        self.raise_bound(prices, found.bound)
+        return self.add(found.states)
+
+    def raise_bound(self, prices: FloatArray, lowest: float) -> None:
+        """Takes over prices at which every choice costs at least `lowest`, memory included, if they give a better bound."""
         paid = float(prices.sum()) * self.amounts.rows.limit
         # The choice may differ from the minimum by rounding, and so may the bound.
-        bound = found.bound - paid - 1e-13 * (abs(found.bound) + paid)
+        bound = lowest - paid - 1e-13 * (abs(lowest) + paid)
         if bound > self.bound:
             self.bound, self.best = bound, prices
-        return self.add(found.states)
 
     def run(self, num_steps: int, worth: float) -> None:
         """Improves prices until the bound cannot rise by more than `worth`, relative to its size, or the steps are spent."""

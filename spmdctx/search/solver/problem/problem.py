@@ -63,13 +63,15 @@ class Known(NamedTuple):
 class Solution(NamedTuple):
     """A state per node, its cost, and a lower bound on the cost of every feasible choice.
 
-    `counts` describes the solver's work (states discarded by dominance, nodes eliminated, largest table, ...).
+    `counts` describes the solver's work (states discarded by dominance, nodes eliminated, largest table, ...). `met` are other choices that
+    are cheapest at some price of memory, and may not fit.
     """
 
     states: tuple[int, ...]
     cost: float
     lower_bound: float
     counts: dict[str, int]
+    met: tuple[tuple[int, ...], ...] = ()
 
 
 class Infeasible(NamedTuple):

@@ -1,0 +1,112 @@
+"""Prices for the memory of a wide graph by exact minima: each starts from the messages of the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from spmdctx.ir.arrays import FloatArray, IntArray
+from spmdctx.search.solver.limited.lagrange import Candidate, Prices, priced
+from spmdctx.search.solver.limited.selection import Amounts
+from spmdctx.search.solver.problem.graph import CostGraph
+from spmdctx.search.solver.unlimited.dual import Dual, Resumed
+from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, SolverRun
+
+EFFORT = 1
+"""Of each minimum."""
+FINE = 0.05
+"""Share of the search's tolerance to which minima are exact, so that most of it is left for the prices."""
+LEAST_TOLERANCE = 1e-5
+LOOSE = 0.002
+"""The gap of a minimum, relative to its cost, from which on prices by messages are the better way."""
+_HIGHEST = 30.0
+"""Multiple of the range of all costs that half of the limit may cost at most."""
+_ROUNDING = 1e-12
+_MOST_PIVOTS = 300
+
+
+class WidePrices(Prices):
+    """Cutting planes of a wide graph.
+
+    `is_loose` says that a minimum could not be found in the effort's time, so that further ones are not worth it.
+    """
+
+    def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun, bound: float, known: Sequence[Sequence[int]]) -> None:
+        """Starts from a bound and from choices that are known."""
+        tolerance = max(FINE * search.tolerance, LEAST_TOLERANCE)
+        fine = replace(search, effort=EFFORT, work=WORK // 4, rounds=len(SWEEPS), tolerance=tolerance, keeps_states=True)
+        super().__init__(graph, amounts, fine)
+        self.bound, self.is_loose = bound, False
+        self._before: Dual | None = None
+        self._places: list[IntArray] = [np.arange(int(origin[-1]) + 1 if len(origin) else 0) for origin in graph.origin]
+        for states in known:
+            self.add(list(states))
+
+    def evaluate_below(self, prices: FloatArray, enough: float) -> Candidate | None:
+        """Returns the best choice at prices, which may raise the bound, or a good one if the bound is `enough`; None if there is none."""
+        at_prices, paid = priced(self.graph, self.amounts, prices), float(prices.sum()) * self.amounts.rows.limit
+        self.search.cutoff = self.search.enough = enough + paid
+        minimisation = Minimisation(at_prices, self.search, None if self._before is None else Resumed(self._before, self._places))
+        found = minimisation.run()
+        self._before = minimisation.dual or self._before
+        if found is None:
+            return None
+        self.search.count("prices", 1)
+        self.raise_bound(prices, found.bound)
+        self.is_loose = self.bound < enough and found.cost - found.bound > LOOSE * abs(found.cost)
+        return self.add(found.states)
+
+    def step(self) -> tuple[FloatArray, float]:
+        """Returns the next prices to try, and the most that the bound can rise to."""
+        limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
+        costs = np.array([choice.cost for choice in self.choices])
+        slopes = np.array([(choice.usage[self.active] - limit) / unit for choice in self.choices])
+        is_finite = np.isfinite(costs)
+        if not is_finite.any():
+            return np.zeros(len(self.amounts.rows.times)), np.inf
+        found, most = highest(costs[is_finite], slopes[is_finite])
+        prices = np.zeros(len(self.amounts.rows.times))
+        prices[self.active] = found / unit
+        return prices, most
+
+
+def highest(costs: FloatArray, slopes: FloatArray) -> tuple[FloatArray, float]:
+    """Returns the prices, none negative, at which the least of the planes `costs + slopes @ prices` is highest, and that height.
+
+    It is the least mean cost of a mixture of the planes whose mean slopes are none above zero: a linear program, by the simplex method.
+    One more plane, which falls everywhere, keeps prices finite.
+    """
+    spread = max(float(np.ptp(costs)), 1e-3 * float(np.abs(costs).max()), 1e-300)
+    costs = np.append(costs, costs.max() + _HIGHEST * spread)
+    num_planes, num_rows = len(costs), slopes.shape[1]
+    table = np.zeros((num_rows + 1, num_planes + num_rows + 1))
+    table[0, :num_planes] = table[0, -1] = 1.0
+    table[1:, : num_planes - 1] = slopes.T
+    table[1:, num_planes - 1] = -0.5
+    table[1:, num_planes:-1] = np.eye(num_rows)
+    reduced = np.concatenate([costs, np.zeros(num_rows + 1)])
+    basis = [num_planes - 1, *range(num_planes, num_planes + num_rows)]
+    _pivot(table, reduced, 0, basis[0])
+    for _ in range(_MOST_PIVOTS):
+        entering = np.flatnonzero(reduced[:-1] < -_ROUNDING * spread)
+        if not len(entering):
+            break
+        column = int(entering[0])
+        rows = np.flatnonzero(table[:, column] > _ROUNDING)
+        ratios = table[rows, -1] / table[rows, column]
+        ties = rows[ratios <= ratios.min() + _ROUNDING]
+        row = min(ties.tolist(), key=basis.__getitem__)
+        _pivot(table, reduced, row, column)
+        basis[row] = column
+    return np.maximum(reduced[num_planes:-1], 0.0), -float(reduced[-1])
+
+
+def _pivot(table: FloatArray, reduced: FloatArray, row: int, column: int) -> None:
+    """Makes a column of the simplex table a unit vector."""
+    table[row] /= table[row, column]
+    for other in range(len(table)):
+        if other != row:
+            table[other] -= table[other, column] * table[row]
+    reduced -= reduced[column] * table[row]
