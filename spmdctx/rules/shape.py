@@ -153,13 +153,9 @@ def dynamic_slice(operands: Shapes, results: Shapes, _params: Params) -> OpRule:
 
 @rule("pad")
 def pad(operands: Shapes, results: Shapes, params: Params) -> OpRule:
-    """Keeps padded dimensions whole, even where padding and cropping cancel: that is a shift between neighbours.
-
-    A dimension whose elements are put apart needs them all.
-    """
-    config = params["padding_config"]
-    spread = any(between for _, _, between in config)
-    return _partial(operands, results, [any(own) for own in config], FactorKind.NEED_REPLICATION if spread else FactorKind.PERMUTATION)
+    """Keeps padded dimensions whole, even where padding and cropping cancel: that is a shift between neighbours."""
+    touched = [any(config) for config in params["padding_config"]]
+    return _partial(operands, results, touched, FactorKind.PERMUTATION)
 
 
 def _partial(operands: Shapes, results: Shapes, touched: Sequence[bool], kind: FactorKind) -> OpRule:

@@ -22,7 +22,7 @@ from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_tiles
+from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_images, in_tiles
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
@@ -105,4 +105,7 @@ class MemoryCount:
             for value, minor in in_tiles(graph).items():
                 shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
                 found[value] = int(found[value] * filled_up(shape, minor))
+            for value, minor in in_images(graph).items():
+                shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
+                found[value] = int(found[value] * filled_up(shape, minor, 1.0))
         return found

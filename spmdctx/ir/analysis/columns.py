@@ -15,11 +15,15 @@ from spmdctx.ir.rule import OpRule
 
 
 class Kind(NamedTuple):
-    """The properties that ops of one primitive share, if their tensors have the same shapes and their parameters are equal."""
+    """The properties that ops of one primitive share, if their tensors have the same shapes and their parameters are equal.
+
+    `parts` is True for a pad that puts the elements of its operand apart.
+    """
 
     primitive: str
     rule: OpRule
     flops: int
+    parts: bool = False
 
 
 class Tensor(NamedTuple):
@@ -108,6 +112,12 @@ class Columns:
         """Returns for each op whether its primitive passes a test."""
         passes: BoolArray = np.array([test(kind.primitive) for kind in self.kinds], dtype=bool)[self.kind_of]
         return passes
+
+    @property
+    def parting(self) -> BoolArray:
+        """Returns for each op whether it puts the elements of its operand apart."""
+        parts: BoolArray = np.array([kind.parts for kind in self.kinds], dtype=bool)[self.kind_of]
+        return parts
 
     def primitive(self, op: int) -> str:
         """Returns the primitive of one op."""

@@ -2,12 +2,13 @@
 
 What XLA does: it fuses chains of element-wise ops into the matrix products and reductions that read them, and computes them again for each
     reader. It also fuses chains into the op that makes their operand. These are in memory: arguments, results, and what non-chain ops make.
-    A chain that alone reads such an op is fused into it. Some of these ops must also find their operands in memory. XLA keeps a value that
-    several ops read if it is made of many tensors of its size, or with a scatter. TPU writes what a pad puts apart: the steps of an
-    associative scan, whose halves it pads and adds.
+    A chain that alone reads such an op is fused into it, also a slice of a product. Some of these ops must also find their operands in
+    memory. XLA keeps a value that several ops read if it is made of many tensors of its size, or with a scatter. On TPU a pad that puts
+    elements apart is no chain: what it reads and makes is in memory, as at every level of an associative scan and of its gradient. What
+    a loop stacks up is there, too, whatever reads it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
-    data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans
-    within 15 %. Mamba on v5e:2x4, six plans: 0.74 to 1.00 of the judge's time instead of 0.33 to 0.87 while such pads were fused.
+    data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). v5e, v5p and v6e: selective scans; six
+    plans of Mamba, 0.74 to 1.00 of the judge's time instead of 0.33 to 0.87. 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans within 15 %.
 Switch: `Compiler.fuses_into_products`: on GPU and CPU operands and results of a product are in memory.
 Priced by: trace.build.build, which marks what is fused on TPU; trace.build.compiled, elsewhere; cost.roofline, cost.memory.lives
 Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
@@ -16,15 +17,15 @@ Checked by: tests/machine/xla/test_fusion.py, tests/cost/memory/test_lives.py, b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import LITERAL
-from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, MARKER, SCAN_EXIT
-from spmdctx.ir.rule import FactorKind
+from spmdctx.ir.primitives import BOUNDARY_OF, CARRYING, ENTERING, MARKER, MATRIX_PRODUCTS, SCAN_EXIT
 from spmdctx.rules.elementwise import ELEMENTWISE
 
 CHAINED = frozenset(
@@ -57,6 +58,11 @@ Checked by: benchmarks/fidelity_plans.py
 """
 
 
+def parts_elements(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Returns whether an op puts the elements of its operand apart, as the gradient of a slice with strides does."""
+    return primitive == "pad" and any(between for _, _, between in params["padding_config"])
+
+
 def in_memory(columns: Columns, kept: Iterable[int], *, into_products: bool = True) -> BoolArray:
     """Returns for each value whether it exists in memory, and is not only computed on the way; a last False stands for literals.
 
@@ -69,23 +75,16 @@ def in_memory(columns: Columns, kept: Iterable[int], *, into_products: bool = Tr
     materialized[[value for value in kept if value != LITERAL]] = True
     if not columns.num_ops:
         return materialized
-    if into_products:
-        _keep_spread_out(columns, materialized)
     readers = _FusedReaders(columns, materialized, _READS_CHAINS + (_TAKES_CHAINS if into_products else ()))
     maker = columns.maker_of
     is_result = maker >= 0
     can_be_ahead = is_result & readers.takes_chains[maker] & ~readers.needed & ~materialized & readers.passes_on()
+    if into_products:
+        can_be_ahead &= ~columns.which(SCAN_EXIT.__eq__)[maker]
     ahead, made = _ahead(columns, ~readers.chained, can_be_ahead, readers.last)
     materialized |= is_result & ~ahead & (made[maker] | readers.needed)
     _keep_shared(columns, materialized, is_result & ~materialized & ~ahead, readers)
     return materialized
-
-
-def _keep_spread_out(columns: Columns, materialized: BoolArray) -> None:
-    """Adds what a pad makes that puts elements apart, as the steps of an associative scan do."""
-    for op in np.flatnonzero(columns.which("pad".__eq__)).tolist():
-        if FactorKind.NEED_REPLICATION in columns.kinds[columns.kind_of[op]].rule.kinds:
-            materialized[list(columns.results[op])] = True
 
 
 def _ahead(columns: Columns, made: BoolArray, can_be: BoolArray, last: IntArray) -> tuple[BoolArray, BoolArray]:
@@ -190,7 +189,7 @@ class _FusedReaders:
         size = columns.num_values + 1  # the last one stands for literals
         self._columns = columns
         self.scatters = _comparing_scatters(columns)
-        self.chained = columns.which(CHAINED.__contains__) | self.scatters
+        self.chained = (columns.which(CHAINED.__contains__) & ~columns.parting) | self.scatters
         self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(takers))
         readers, read = np.divmod(np.unique(columns.readers * size + columns.read), size)
         self.count = np.bincount(read, minlength=size)
@@ -214,7 +213,9 @@ class _FusedReaders:
         # A cast that only makes numbers wider for several readers is done by each of them.
         widens = columns.which("convert_element_type".__eq__)[last] & (self.count[made] > 1)
         widens &= columns.item_bytes[made] > columns.item_bytes
-        found: BoolArray = (self.count == 1) & fits[last] & ~widens & (columns.elements[made] == columns.elements)
+        # A slice is cut off within a product.
+        cut = columns.which("slice".__eq__)[last] & columns.which(MATRIX_PRODUCTS.__contains__)[columns.maker_of]
+        found: BoolArray = (self.count == 1) & fits[last] & ~widens & (cut | (columns.elements[made] == columns.elements))
         return found
 
 

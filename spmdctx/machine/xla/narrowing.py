@@ -1,11 +1,12 @@
 """XLA on TPU keeps and moves float32 values in the matrix unit's own precision where only products read them.
 
 What XLA does: it communicates a float32 value as bfloat16 if only matrix products read it, be it behind a chain of element-wise ops that
-    leads nowhere else. It writes a product as bfloat16 if only such readers take the result. It reduces a sum over devices of that kind in
+    leads nowhere else. It writes a product, rows that are looked up, a padded value and what a loop stacks up as bfloat16 if only such
+    readers take the result. It reduces a sum over devices of that kind in
     float32 first, and both are in memory then.
 Seen in: libtpu 0.0.42, v5e:2x4: without narrow results 50 of 70 peaks are within 15 % instead of 54, and without the float32 of their
-    sums four MoEs are 13 to 28 % too small (benchmarks/RESULTS.md). Sharded float32 weights are gathered as bfloat16. GPU and CPU do
-    neither.
+    sums four MoEs are 13 to 28 % too small. v5e, v5p and v6e: graph networks and recurrent networks (benchmarks/RESULTS.md). Sharded
+    float32 weights are gathered as bfloat16. GPU and CPU do neither.
 Switch: `Compiler.narrows_matrix_operands`
 Priced by: cost.price.price, cost.price.moves, cost.price.memory, cost.evaluate, cost.shared_reads, cost.bodies, cost.memory.lives,
     search.problem.memory_rows, search.problem.network
@@ -22,9 +23,12 @@ from spmdctx.ir.analysis.chains import Walk, ends_below
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import of_primitives, ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
-from spmdctx.ir.primitives import BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS, REARRANGED
+from spmdctx.ir.primitives import BROUGHT_IN, LOOKED_UP, MATRIX_PRODUCTS, REARRANGED, SCAN_EXIT
 from spmdctx.machine.topology import Topology
 from spmdctx.rules.elementwise import ELEMENTWISE
+
+_WRITTEN_NARROW = frozenset({LOOKED_UP, "pad", SCAN_EXIT})
+"""Ops beside products whose results XLA writes in the precision of the products that alone read them."""
 
 
 def narrow_values(graph: Graph, materialized: bytearray) -> bytearray:
@@ -34,12 +38,16 @@ def narrow_values(graph: Graph, materialized: bytearray) -> bytearray:
         return found
     chains = _Chains(graph, materialized)
     products = of_primitives(graph, MATRIX_PRODUCTS)
-    every, may_take = ends(graph), products.copy()
+    others = of_primitives(graph, _WRITTEN_NARROW)
+    # A pad that finds its operand in memory stands by itself.
+    for op in ops_of(graph, ("pad",)):
+        others[op.id] = not materialized[op.operands[0]]
+    every, may_take = ends(graph), products | others
     may_take[every.ops[~every.is_result & (np.frombuffer(materialized, dtype=np.uint8)[every.values] == 0)]] = True
     # Values made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
-        op, of_product = graph.ops[index], makes[index]
+        op, of_product = graph.ops[index], makes[index] or others[index]
         for value in op.operands:
             if passed[value]:
                 of_product = True

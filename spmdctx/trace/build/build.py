@@ -18,7 +18,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import LITERAL, Graph, Mark, Role, Value
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.rule import OpRule
-from spmdctx.machine.xla.fusion import in_memory
+from spmdctx.machine.xla.fusion import in_memory, parts_elements
 from spmdctx.rules import missing_all_reduces, rule_for
 from spmdctx.rules.builder import replicate
 from spmdctx.rules.flops import op_flops
@@ -230,9 +230,8 @@ class GraphBuilder:
         name = eqn.primitive.name
         operands = tuple([self._tensor(var.aval).shape for var in eqn.invars])
         results = tuple([self._tensor(var.aval).shape for var in eqn.outvars])
-        params = tuple(eqn.params.values())
         missing = missing_all_reduces(name, self._tensor(eqn.outvars[0].aval).dtype) if eqn.outvars else frozenset()
-        key: Any = (name, missing, operands, results, params)
+        key: Any = (name, missing, operands, results, tuple(eqn.params.values()))
         try:
             kind = self._known.get(key)
         except TypeError:
@@ -248,7 +247,8 @@ class GraphBuilder:
                     self._hollow.add(kind)
                 else:
                     rule = rule_for(name, operands, results, eqn.params, missing)
-                    kind = self._learn(Kind(name, rule, op_flops(name, rule, operands, results, eqn.params)), form)
+                    flops = op_flops(name, rule, operands, results, eqn.params)
+                    kind = self._learn(Kind(name, rule, flops, parts_elements(name, eqn.params)), form)
             if key is not None:
                 self._known[key] = kind
             elif not form.is_exact:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 from tests.road import ops, trace
@@ -94,9 +95,23 @@ def test_what_a_product_stands_between_is_read_again():
     assert ops(program, "add")[0].fused & 1 == 0
 
 
-def test_what_puts_elements_apart_is_written_and_zeros_around_them_are_not():
-    def padded(config):
-        return trace(lambda x: lax.pad(jnp.sin(x), 0.0, config) + 1.0, jnp.ones((8, 8)))
+@pytest.mark.parametrize(("config", "kept"), [((0, 1, 1), True), ((0, 32, 0), False)])
+def test_a_pad_that_puts_elements_apart_stands_by_itself(config, kept):
+    program = trace(lambda x: jnp.sin(lax.pad(jnp.exp(x), jnp.float32(0), (config, (0, 0, 0)))), X)
+    assert materialized(program, "pad") == [kept]
+    assert materialized(program, "exp") == [kept]
 
-    apart, around = padded(((0, 1, 1), (0, 0, 0))), padded(((0, 8, 0), (0, 0, 0)))
-    assert (materialized(apart, "pad"), materialized(around, "pad")) == ([True], [False])
+
+def test_every_level_of_an_associative_scan_is_in_memory():
+    program = trace(lambda x: jnp.sin(lax.associative_scan(jnp.add, x)).sum(), X)
+    assert set(materialized(program, "pad")) == {True}
+
+
+def test_what_a_loop_stacks_up_is_in_memory_also_for_one_reader():
+    program = trace(lambda x, w: jnp.sin(lax.scan(lambda carry, row: (carry, row @ w), 0.0, x)[1]), X, W)
+    assert materialized(program, "scan.exit") == [True]
+
+
+def test_a_product_is_cut_before_it_is_written():
+    program = trace(lambda x, w: (x @ w)[1:], X, W)
+    assert materialized(program, "dot_general") == [False]

@@ -6,8 +6,10 @@ import pytest
 
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import Role
+from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.trace.build.build import Argument, build
+from spmdctx.trace.build.compiled import as_compiled
 
 STEPS, BATCH, SEQ, HEADS, WIDTH = 3, 2, 8, 4, 16
 
@@ -79,7 +81,7 @@ def test_what_a_loop_stacks_up_is_there_before_it_is_added():
         return total + jax.lax.scan(lambda x, _: (jnp.sin(x), jnp.cos(x)), x, None, length=STEPS)[1]
 
     jaxpr = jax.make_jaxpr(fn)(jnp.ones((SEQ, WIDTH)), jnp.ones((STEPS, SEQ, WIDTH)))
-    program = build(jaxpr, [Argument("", Role.ARGUMENT)] * 2)
+    program = as_compiled(build(jaxpr, [Argument("", Role.ARGUMENT)] * 2), PRESETS["h100"].compiler)
     graph = program.graph
     (stack,) = [op.results[0] for op in graph.ops if op.primitive == "scan.exit"]
     first, last = graph.ops[0].id, graph.producers[graph.outputs[0]]

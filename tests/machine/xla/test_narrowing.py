@@ -22,6 +22,10 @@ def narrow(function, *args):
     return [graph.ops[graph.producers[value]].primitive for value in range(len(graph.values)) if found[value]]
 
 
+def looked_up(x):
+    return x.at[jnp.zeros(16, int)].get(mode="promise_in_bounds")
+
+
 @pytest.mark.parametrize(
     ("function", "kept"),
     [
@@ -34,8 +38,14 @@ def narrow(function, *args):
         (lambda x, w: (lambda y: (jnp.tanh(y) @ w) + (jnp.exp(y) @ w))(x @ w), []),
         (lambda x, w: (lambda y: (jnp.tanh(y) * jnp.exp(y)) @ w)(x @ w), ["dot_general"]),
         (lambda x, w: (lambda y: lax.sort(jnp.tanh(y) * jnp.exp(y)))(x @ w), []),
+        (lambda x, w: looked_up(x) @ w, ["gather"]),
+        (lambda x, w: (lambda y: (y @ w, jnp.sin(y)))(looked_up(x)), []),
+        (lambda x, w: (lambda y: (y @ w, y @ w.T))(lax.scan(lambda carry, row: (carry, row @ w), 0.0, x)[1]), ["scan.exit"]),
     ],
-    ids=["read by a product", "behind a chain", "layouts too", "sorted", "no product", "returned", "two chains", "one end", "another end"],
+    ids=[
+        *("read by a product", "behind a chain", "layouts too", "sorted", "no product", "returned", "two chains", "one end", "another end"),
+        *("looked up", "looked up for others, too", "stacked"),
+    ],
 )
 def test_what_a_product_makes_for_products_alone_is_narrow(function, kept):
     assert narrow(function, X, W) == kept

@@ -24,7 +24,8 @@ def region_inputs(columns: Columns) -> list[int]:
     scopes, makers = columns.scopes, columns.maker_of[columns.read]
     inside = (makers >= 0) & (scopes[columns.readers] != _TOP) & (scopes[makers] != scopes[columns.readers])
     inside &= ~at_border[columns.readers] & ~at_border[makers]
-    return np.unique(columns.read[inside]).tolist()
+    found: list[int] = np.unique(columns.read[inside]).tolist()
+    return found
 
 
 _TOP = 0

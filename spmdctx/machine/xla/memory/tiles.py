@@ -1,8 +1,11 @@
-"""XLA on TPU lays what products with batch dimensions read and make in tiles of 8 by 128, and fills these up.
+"""XLA on TPU lays what convolutions and products with batch dimensions read and make in tiles of 8 by 128, and fills these up.
 
 What XLA does: memory is in tiles of the two minor dimensions. Most arrays are laid out so that little is filled up. Operands and results
     of a product with batch dimensions have other dimensions as their minor ones, however small: f32[32768, 7, 7] takes 128 MiB, not 6.
-Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij (benchmarks/RESULTS.md). GPU and CPU have no tiles.
+    Those of a convolution have the batch and the features, in the order that fills up less: bf16[48, 48, 48, 64] takes 27 MiB, not 13.5,
+    and bf16[256, 32, 32, 64] no more than its elements.
+Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets and
+    ResNets (benchmarks/RESULTS.md). GPU and CPU have no tiles.
 Switch: none: the name of the device tells
 Priced by: cost.price.memory
 Written or prevented by: nothing
@@ -11,9 +14,10 @@ Checked by: tests/machine/xla/test_tiles.py, benchmarks/memory_intervals.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import permutations
 
+from spmdctx.ir.analysis.kinds import ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op
 from spmdctx.ir.primitives import CONTRACTIONS
 from spmdctx.ir.rule import FactorKind
@@ -27,6 +31,8 @@ Measured on: attention of ViT over 197 patches (v5e:2x4).
 Checked by: benchmarks/fidelity_plans.py
 """
 
+_CONVOLUTIONS = ("conv_general_dilated",)
+
 Minor = tuple[int, ...]
 """The dimensions of a value of which two are its minor ones."""
 
@@ -36,29 +42,50 @@ def has_tiles(device: str) -> bool:
     return device.startswith("tpu-")
 
 
-def filled_up(shape: Sequence[int], minor: Minor) -> float:
-    """Returns how many times the bytes of a block are taken, if two of the dimensions `minor` make its tiles; 1 for less than twice."""
+def filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COUNTING) -> float:
+    """Returns how many times the bytes of a block are taken, if two of the dimensions `minor` make its tiles; 1 up to `least`."""
 
     def tiles(second: int, first: int) -> int:
         return -(-shape[second] // _ROWS) * _ROWS * -(-shape[first] // _LANES) * _LANES
 
     share = min(tiles(*pair) / max(1, shape[pair[0]] * shape[pair[1]]) for pair in permutations(minor, 2))
-    return share if share > _WORTH_COUNTING else 1.0
+    return share if share > least else 1.0
 
 
 def in_tiles(graph: Graph) -> dict[int, Minor]:
     """Returns the values that products with batch dimensions read or make, and what becomes of them element by element."""
-    known: dict[int, Minor] | None = graph.facts.get(in_tiles)
+    return _known(graph, in_tiles, CONTRACTIONS, _of_product)
+
+
+def in_images(graph: Graph) -> dict[int, Minor]:
+    """Returns the values that convolutions read or make, and what becomes of them element by element; batch and features are minor."""
+    return _known(graph, in_images, _CONVOLUTIONS, _of_convolution)
+
+
+def _known(graph: Graph, fact: object, primitives: Collection[str], of_op: Callable[[Op], dict[int, Minor]]) -> dict[int, Minor]:
+    known: dict[int, Minor] | None = graph.facts.get(fact)
     if known is None:
         known = {}
-        for op in graph.ops:
-            if op.primitive in CONTRACTIONS:
-                known.update(_of_product(op))
-        _spread(graph, known)
+        for op in ops_of(graph, primitives):
+            known.update(of_op(op))
+        if known:
+            _spread(graph, known)
         for value in graph.inputs:
             known.pop(value, None)
-        graph.facts[in_tiles] = known
+        graph.facts[fact] = known
     return known
+
+
+def _of_convolution(op: Op) -> dict[int, Minor]:
+    """Returns the operands and the result of a convolution with the two dimensions of each that are no space."""
+    found: dict[int, Minor] = {}
+    sides = [*zip(op.operands, op.rule.operands, strict=True), *zip(op.results, op.rule.results, strict=True)]
+    space = {factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.PERMUTATION}
+    for value, rule in sides:
+        minor = tuple([place for place, dims in enumerate(rule) if dims and space.isdisjoint(dims)])
+        if value != LITERAL and len(minor) == 2:
+            found[value] = minor
+    return found
 
 
 def _of_product(op: Op) -> dict[int, Minor]:

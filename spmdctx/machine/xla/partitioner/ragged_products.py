@@ -5,7 +5,7 @@ What XLA does: it makes a kernel of a ragged product, and splits features of eit
     gradient of the weights does, becomes one of matrices: every group multiplies all rows, those of others masked.
 Seen in: jaxlib 0.10.2, libtpu 0.0.42: 4,096 rows and eight groups, a product, its two gradients, and splits of each dimension, compiled
     for eight v5e. On CPU JAX writes masks itself, which split like any others.
-Switch: `Compiler.masks_groups`
+Switch: none: a property of compilers that follows from other switches
 Priced by: rules.flops counts every group of a product that contracts the ragged dimension; cost.roofline counts masked rows
 Written or prevented by: lowering.rewrite.local_ops runs such a product per block, with the rows of each group that one device holds;
     lowering.rewrite.partial_terms does so where loops add up its results.
