@@ -196,7 +196,7 @@ class _Run:
         formulation, small = budget.formulation, budget.options.is_small(budget.formulation.step)
         self._budget, self._mesh, self._effort, self._known_s = budget, mesh, effort, known_s
         self._formulation = formulation
-        self._proof = budget.left(budget.schedule.proof) / 2
+        self._proof = min(effort.proof, budget.left(budget.schedule.proof) / 2)
         self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
         full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology).total_bytes

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spmdctx.search.dynamic import effort
+from spmdctx.machine.presets import PRESETS
+from spmdctx.search.dynamic import budget, effort
 from spmdctx.search.dynamic.effort import ANY, HASTY, PROVEN, QUICK, SOFT, THOROUGH, Standing
 from spmdctx.search.dynamic.results import DynamicOptions
 
@@ -82,3 +83,20 @@ def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
 def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_ops, options, expected):
     step = SimpleNamespace(graph=SimpleNamespace(ops=range(num_ops)))
     assert DynamicOptions(**options).schedule_of(step) is expected
+
+
+@pytest.mark.parametrize(("own", "of_all", "expected"), [(3e8, INFINITE, 3e8), (INFINITE, 4e8, 2e8), (3e8, 4e8, 2e8)])
+def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_left(own, of_all, expected):
+    formulation = SimpleNamespace(step=None, limits=SimpleNamespace(tolerance=0.0), topology=PRESETS["tpu-v5p"])
+    around = SimpleNamespace(
+        formulation=formulation,
+        options=SimpleNamespace(is_small=lambda step: False),
+        schedule=effort.THOROUGH_PLAN._replace(proof=of_all),
+        memory_bytes=1 << 30,
+        spread=0.0,
+        left=lambda additions: additions,
+    )
+    run = budget._Run(around, SimpleNamespace(lower_bound_s=0.0), THOROUGH._replace(proof=own), INFINITE)
+    before = run.allowance.most
+    run.lift()
+    assert (before, run.allowance.most) == (THOROUGH.hopeless, expected)
