@@ -139,8 +139,14 @@ def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData,
     return found
 
 
+_MOST_ROOMS = 5
+"""How often a pipeline is planned within a budget, with more or less room for the programs of its stages."""
+
+
 def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: int) -> tuple[Stages, PlannedPipeline]:
-    """Returns the same stages within a budget, if need be planned once more, each program with what the stage leaves for it.
+    """Returns the same stages within a budget, if need be planned again, each program with what the stage leaves for it.
+
+    A program is planned by the safe end of its peak, and another plan leaves its stage another room: so several rooms are tried.
 
     Raises:
         InfeasibleError: a stage needs more.
@@ -148,22 +154,29 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
     memories = memory_of(found)
     if max(own.peak_bytes for own in memories) <= budget:
         return stages, found
-    rooms = []
+    rooms, largest = [], 0
     for number, chunk in enumerate(stages.planned):
-        peak = memories[stages.schedule.stage_of[number]].peak_bytes
-        rooms.append(budget - peak + max(task.planned.plan.cost.memory_bytes for task in chunk.tasks.values()))
-    if min(rooms) > 0:
-        tight = Staging(staging.loss, replace(staging.given, memory_bytes=min(rooms)), *staging.parts)
+        plans = [task.planned.plan for task in chunk.tasks.values()]
+        own = max(plan.cost.memory_bytes for plan in plans)
+        rooms.append(budget - memories[stages.schedule.stage_of[number]].peak_bytes + own)
+        largest = max(largest, *(plan.safe_memory_bytes for plan in plans))
+    low, high, room = 0, largest, min(rooms)
+    for _ in range(_MOST_ROOMS):
+        if not low < room < high:
+            break
+        tight = Staging(staging.loss, replace(staging.given, memory_bytes=room), *staging.parts)
         try:
-            stages = tight.plan(stages.places)
-        except InfeasibleError as error:
-            raise _over(found, memories, budget) from error
+            planned = tight.plan(stages.places)
+        except InfeasibleError:
+            low, room = room, (room + high) // 2
+            continue
         tight.settings = replace(tight.settings, memory_bytes=None)
-        found = best_completed(tight, stages, budget)
-        memories = memory_of(found)
-    if max(own.peak_bytes for own in memories) > budget:
-        raise _over(found, memories, budget)
-    return stages, found
+        tried = best_completed(tight, planned, budget)
+        over = max(own.peak_bytes for own in memory_of(tried)) - budget
+        if over <= 0:
+            return planned, tried
+        high, room = room, max(room - over, (low + room) // 2)
+    raise _over(found, memories, budget)
 
 
 def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) -> InfeasibleError:

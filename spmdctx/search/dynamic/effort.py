@@ -65,7 +65,7 @@ BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, limits_proofs=True)
 HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=6 * _HOPELESS)
 """For a plan of a program that is not small, in little time."""
 
-THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=30 * _HOPELESS)
+THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=100 * _HOPELESS)
 """For the plan of a program that is not small."""
 
 SOFT = Effort(level=1, counts_copies=False, hopeless=2 * _HOPELESS)
@@ -162,7 +162,7 @@ ENOUGH_PLAN = Schedule((Attempt(_FEW),), stops_at_first=True, repairs=2 * _HOPEL
 ENOUGH_DEVICES = ENOUGH_PLAN._replace(repairs=_HOPELESS)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
 
-BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=_HOPELESS, hopeless=_HOPELESS / 2, proof=30 * _HOPELESS)
+BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=_HOPELESS, hopeless=_HOPELESS / 2, proof=100 * _HOPELESS)
 BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 
 # An error names the budget of a plan that is found without proofs.
