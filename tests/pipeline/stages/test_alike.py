@@ -84,7 +84,7 @@ def test_a_rough_search_makes_the_short_attempts_of_a_whole_one():
     rough = DynamicOptions(memory_bytes=1, is_soft=True, is_rough=True)
     assert soft.schedule_of(Step) == QUICK_PLAN
     assert rough.schedule_of(Step) == ROUGH_PLAN
-    assert ROUGH_PLAN.attempts == QUICK_PLAN.attempts[:-1]
+    assert (ROUGH_PLAN.attempts, ROUGH_PLAN.later) == (QUICK_PLAN.attempts, ())
     # The user's own budget is worth the whole work.
     assert DynamicOptions(memory_bytes=1, is_rough=True).schedule_of(Step) == DynamicOptions(memory_bytes=1).schedule_of(Step)
 
