@@ -108,7 +108,7 @@ def unrolled(x):
 
 
 def looped(x):
-    return jax.lax.fori_loop(0, 3, lambda _, x: 1.5 * x - 0.5 * x @ (x.mT @ x), x)
+    return jax.lax.fori_loop(0, 6, lambda _, x: 1.5 * x - 0.5 * x @ (x.mT @ x), x)
 
 
 @pytest.mark.parametrize("multiply", [unrolled, looped, jax.vmap(unrolled)])
