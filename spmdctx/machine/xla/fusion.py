@@ -8,7 +8,7 @@ What XLA does: it fuses chains of element-wise ops into the matrix products and 
     a loop stacks up is there, too, whatever reads it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
     data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). v5e, v5p and v6e: selective scans; six
-    plans of Mamba, 0.74 to 1.00 of the judge's time instead of 0.33 to 0.87. 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans within 15 %.
+    plans of Mamba, 0.89 to 1.08 of the judge's time instead of 0.33 to 0.87. 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans within 15 %.
 Switch: `Compiler.fuses_into_products`: on GPU and CPU operands and results of a product are in memory.
 Priced by: trace.build.build, which marks what is fused on TPU; trace.build.compiled, elsewhere; cost.roofline, cost.memory.lives
 Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
