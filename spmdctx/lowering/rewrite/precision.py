@@ -53,7 +53,7 @@ def computing(eqn: Any) -> Callable[..., Any]:
 
 
 def computing_wide(eqn: Any, platform: str) -> Callable[..., Any]:
-    """Returns a function of arrays that computes `eqn` in float32, like the equations of `wide`."""
+    """Returns a function of arrays that computes `eqn` in float32, like the equations of `wide`; one that rounds is cast behind."""
     if rounds(eqn, platform):
         rounded = computing(eqn)
         return lambda *operands: rounded(*operands).astype(jnp.float32)

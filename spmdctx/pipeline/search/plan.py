@@ -49,7 +49,7 @@ class PipelinePlanner:
     def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, worth_s: float = math.inf) -> PlannedPipeline:
         """Plans one number of stages and one schedule; see `plan_pipeline`.
 
-        Without a budget, a plan that takes fewer than `worth_s` seconds and does not fit a device is planned once more within its memory,
+        Without a budget, a plan that takes fewer than `worth_s` seconds and does not fit a device is planned again within its memory,
         and kept as it is, with a note, where nothing fits.
         """
         free = replace(settings, memory_bytes=None)
@@ -161,14 +161,15 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
         rooms.append(budget - memories[stages.schedule.stage_of[number]].peak_bytes + own)
         largest = max(largest, *(plan.safe_memory_bytes for plan in plans))
     low, high, room = 0, largest, min(rooms)
+    cause: InfeasibleError | None = None
     for _ in range(_MOST_ROOMS):
         if not low < room < high:
             break
         tight = Staging(staging.loss, replace(staging.given, memory_bytes=room), *staging.parts)
         try:
             planned = tight.plan(stages.places)
-        except InfeasibleError:
-            low, room = room, (room + high) // 2
+        except InfeasibleError as error:
+            cause, low, room = error, room, (room + high) // 2
             continue
         tight.settings = replace(tight.settings, memory_bytes=None)
         tried = best_completed(tight, planned, budget)
@@ -176,7 +177,7 @@ def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: in
         if over <= 0:
             return planned, tried
         high, room = room, max(room - over, (low + room) // 2)
-    raise _over(found, memories, budget)
+    raise _over(found, memories, budget) from cause
 
 
 def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) -> InfeasibleError:
