@@ -26,6 +26,7 @@ from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
 from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
+from spmdctx.machine.xla.kept.joined_chains import joined_chains
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.late_branches import late_branches
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
@@ -193,7 +194,10 @@ class _Liveness:
         self.graph, self.donated, self.scopes, self.is_split = graph, donated, scopes, is_split
         self.given = given_values(graph)
         self.materialized = materialized_values(graph, self.given)
-        if not fuses_into_products:
+        if fuses_into_products:
+            for value, joint in joined_chains(graph, self.materialized).items():
+                self.materialized[value], self.materialized[joint] = 0, 1
+        else:
             materialize_operands(graph, self.materialized)
         self.loops = Loops(graph, scopes)
         self.end = [-1] * (len(graph.values) + 1)

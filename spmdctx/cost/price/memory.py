@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.copies import Copies
 from spmdctx.cost.memory.early_updates import Late, early_updates
-from spmdctx.cost.memory.lives import compiled_memory, profile
+from spmdctx.cost.memory.lives import StepMemory, compiled_memory, profile
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.cost.price.peak import set_peak
@@ -61,7 +61,7 @@ class MemoryCount:
 
     def count(self, bill: Bill) -> None:
         """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
-        graph, memory, scratch_bytes = self._assigned.graph, self._memory, self._assigned.topology.compiler.scratch_bytes
+        graph, memory, scratch_bytes = self._assigned.graph, self._found(bill), self._assigned.topology.compiler.scratch_bytes
         self._mask_rows()
         sizes, moved = self._sizes(), {row.value for row in bill.moves}
 
@@ -71,12 +71,19 @@ class MemoryCount:
         def fuses(op: Op) -> bool:
             return op.id not in self._directives.unfused_updates
 
-        products = self.copies.late(moved, self._reduced, sizes)
+        products = self.copies.late(moved, self._reduced, sizes) if memory.gradients else {}
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
         waits = self._assigned.topology.compiler.runs_barriers_in_order
         bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
         bill.argument_bytes = sum(sizes[value] for value in dict.fromkeys(graph.inputs))
         set_peak(bill, alive.tolist(), self._assigned.topology)
+
+    def _found(self, bill: Bill) -> StepMemory:
+        """Returns the lives of values; XLA puts off no product behind communication if a pass of micro-batches has none."""
+        step, compiler = self._assigned.step, self._assigned.topology.compiler
+        if bill.collectives or not step.graph.accumulators or compiler.delays_gradients:
+            return self._memory
+        return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
     def _mask_rows(self) -> None:
         """Adds the rows of ragged products that are masked for each group, and those turned; products that read the same share them."""

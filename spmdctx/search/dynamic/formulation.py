@@ -62,7 +62,10 @@ class Formulation(Generic[TablesT]):
     def memory(self) -> StepMemory:
         """The times at which the step's values are in memory."""
         step = self.step
-        return compiled_memory(step.graph, step.scopes, step.donated, self.topology.compiler)
+        compiler = self.topology.compiler
+        # Of a pass of micro-batches the bill counts less if nothing is moved; rows are its lower bound.
+        is_split = compiler.delays_gradients or not step.graph.accumulators
+        return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=is_split)
 
     def space_on(self, mesh: LogicalMesh) -> Space:
         """Returns the step's space on a mesh."""
