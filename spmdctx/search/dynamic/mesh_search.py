@@ -86,7 +86,7 @@ class MeshSearch:
             if alike is not None and alike.solution is not None and _is_beaten(alike.solution, cutoff, known_s):
                 self._unsolved[setup.mesh] = _Unsolved(cutoff, alike)
                 return Beaten(alike.solution.lower_bound)
-            found = self._fastest_of_merged(setup, known_s) if alike is None else self._as_in_any_order(setup, alike)
+            found = self._fastest_of_merged(setup, known_s) if alike is None else self._as_in_any_order(setup, alike, cutoff)
             if found is not None:
                 return found
             begun = self._begin(setup, alike)
@@ -142,10 +142,13 @@ class MeshSearch:
         self._starts[setup.mesh] = states
         return self.formulation.plan_of(setup, tables, found._replace(states=states, lower_bound=found.cost))
 
-    def _as_in_any_order(self, setup: Setup, alike: _Begun) -> Found | None:
-        """Returns the plan of several orders of a mesh's axes, if it costs as little on this one, which nothing can beat."""
+    def _as_in_any_order(self, setup: Setup, alike: _Begun, cutoff: float) -> Found | None:
+        """Returns the plan of several orders of a mesh's axes, if it costs as little on this one.
+
+        It must be the cheapest, or the bound must reach the cutoff: a search of this mesh alone would end there, too.
+        """
         joint = alike.solution
-        if joint is None or joint.cost > joint.lower_bound:
+        if joint is None or joint.lower_bound < min(joint.cost, cutoff):
             return None
         tables, problem = self._problem(setup)
         states = tuple([int(own[state]) for own, state in zip(resembling(alike.tables, tables), joint.states, strict=True)])
@@ -154,7 +157,9 @@ class MeshSearch:
             return None
         self._starts[setup.mesh] = states
         self._keep(setup.mesh, tables, problem)
-        return self.formulation.plan_of(setup, tables, joint._replace(states=states, cost=cost, lower_bound=cost))
+        # The cost is summed in another order than the bound; a proven optimum stays proven.
+        bound = cost if joint.cost == joint.lower_bound else min(cost, joint.lower_bound)
+        return self.formulation.plan_of(setup, tables, joint._replace(states=states, cost=cost, lower_bound=bound))
 
     def _keep(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> None:
         """Keeps the problem of a mesh whose plan may be the fastest; that of a large program's last one only, which mostly is."""
