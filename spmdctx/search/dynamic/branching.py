@@ -86,7 +86,10 @@ def cheapest_accepted(
                 break
         for own in _divided(part, kinds, solution.states):
             if solved >= most or is_over():
-                return Accepted(_cheapest(queue, cost, accept) or best, min(bound, left, cost), is_cut=True)
+                # The caller may allow more work once it knows a plan.
+                best, cost = _cheapest(queue, cost, accept) or (best, cost)
+                if solved >= most or is_over():
+                    return Accepted(best, min(bound, left, cost), is_cut=True)
             solved += 1
             found = solve(own)
             if isinstance(found, Solution):
@@ -96,11 +99,13 @@ def cheapest_accepted(
     return Accepted(best, min(cost, left), is_cut=best is None and left < float("inf"))
 
 
-def _cheapest(queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]) -> T | None:
-    """Returns the cheapest solution below a cost that is accepted."""
+def _cheapest(
+    queue: Sequence[tuple[float, int, Solution, Problem]], cost: float, accept: Callable[[Solution], T | None]
+) -> tuple[T, float] | None:
+    """Returns the cheapest solution below a cost that is accepted, and its cost."""
     cheaper = sorted((one for one in queue if one[2].cost < cost), key=lambda one: (one[2].cost, one[1]))
-    seen = (accept(one[2]) for one in cheaper)
-    return next((one for one in seen if one is not None), None)
+    seen = ((accept(one[2]), one[2].cost) for one in cheaper)
+    return next(((found, own) for found, own in seen if found is not None), None)
 
 
 def _kinds(node: Node, choices: Choices) -> IntArray | None:

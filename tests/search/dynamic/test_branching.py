@@ -10,13 +10,13 @@ from spmdctx.search.solver.solve import solve
 COSTS = (np.array([0.0, 1.0, 4.0]), np.array([0.0, 2.0, 8.0]))
 
 
-def _best(accept, work=WORK, solver=solve):
+def _best(accept, work=WORK, solver=solve, is_over=lambda: False):
     """Two nodes that do not meet, each with three states."""
     choices = [SimpleNamespace(states=None, stored=[np.arange(3)]) for _ in COSTS]
     tables = SimpleNamespace(network=SimpleNamespace(nodes=[SimpleNamespace(sort="slot")] * 2), choices=choices)
     problem = Problem(COSTS, ())
     return cheapest_accepted(
-        tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, Within(work)
+        tables, problem, solver(problem), solver, lambda solution: solution if accept(solution) else None, Within(work, is_over=is_over)
     )
 
 
@@ -35,6 +35,23 @@ def test_where_too_many_are_left_the_cheapest_that_was_seen_is_given():
     assert best.found.cost == 2
     assert best.lower_bound <= 2
     assert _best(lambda solution: False, work=24).found is None
+
+
+@pytest.mark.parametrize(("most", "cost"), [(3, None), (4, 3), (5, 3)])
+def test_work_that_is_allowed_once_a_solution_is_known_is_used_for_a_cheaper_one(most, cost):
+    solved, accepted = [], []
+
+    def accept(solution):
+        accepted.append(solution.cost in (3, 4))
+        return accepted[-1]
+
+    def counted(problem):
+        solved.append(problem)
+        return solve(problem)
+
+    # The fourth problem has the solution of 4, and the fifth that of 3.
+    best = _best(accept, solver=counted, is_over=lambda: len(solved) >= most and not any(accepted))
+    assert (best.found and best.found.cost, best.is_cut) == (cost, cost is None)
 
 
 @pytest.mark.parametrize("least", range(13))

@@ -23,8 +23,6 @@ LOOSE = 0.002
 """The gap of a minimum, relative to its cost, from which on prices by messages are the better way."""
 _HIGHEST = 30.0
 """Multiple of the range of all costs that half of the limit may cost at most."""
-_ROUNDING = 1e-12
-_MOST_PIVOTS = 300
 
 
 class WidePrices(Prices):
@@ -75,38 +73,17 @@ class WidePrices(Prices):
 def highest(costs: FloatArray, slopes: FloatArray) -> tuple[FloatArray, float]:
     """Returns the prices, none negative, at which the least of the planes `costs + slopes @ prices` is highest, and that height.
 
-    It is the least mean cost of a mixture of the planes whose mean slopes are none above zero: a linear program, by the simplex method.
-    One more plane, which falls everywhere, keeps prices finite.
+    It is a linear program. One more plane, which falls everywhere, keeps prices finite.
     """
     spread = max(float(np.ptp(costs)), 1e-3 * float(np.abs(costs).max()), 1e-300)
-    costs = np.append(costs, costs.max() + _HIGHEST * spread)
-    num_planes, num_rows = len(costs), slopes.shape[1]
-    table = np.zeros((num_rows + 1, num_planes + num_rows + 1))
-    table[0, :num_planes] = table[0, -1] = 1.0
-    table[1:, : num_planes - 1] = slopes.T
-    table[1:, num_planes - 1] = -0.5
-    table[1:, num_planes:-1] = np.eye(num_rows)
-    reduced = np.concatenate([costs, np.zeros(num_rows + 1)])
-    basis = [num_planes - 1, *range(num_planes, num_planes + num_rows)]
-    _pivot(table, reduced, 0, basis[0])
-    for _ in range(_MOST_PIVOTS):
-        entering = np.flatnonzero(reduced[:-1] < -_ROUNDING * spread)
-        if not len(entering):
-            break
-        column = int(entering[0])
-        rows = np.flatnonzero(table[:, column] > _ROUNDING)
-        ratios = table[rows, -1] / table[rows, column]
-        ties = rows[ratios <= ratios.min() + _ROUNDING]
-        row = min(ties.tolist(), key=basis.__getitem__)
-        _pivot(table, reduced, row, column)
-        basis[row] = column
-    return np.maximum(reduced[num_planes:-1], 0.0), -float(reduced[-1])
+    low, num_rows = float(costs.min()), slopes.shape[1]
+    heights = np.append((costs - low) / spread, (costs.max() - low) / spread + _HIGHEST)
+    from scipy.optimize import linprog  # as late as possible: it takes long to import
 
-
-def _pivot(table: FloatArray, reduced: FloatArray, row: int, column: int) -> None:
-    """Makes a column of the simplex table a unit vector."""
-    table[row] /= table[row, column]
-    for other in range(len(table)):
-        if other != row:
-            table[other] -= table[other, column] * table[row]
-    reduced -= reduced[column] * table[row]
+    falls = np.vstack([slopes, np.full((1, num_rows), -0.5)])
+    rows = np.hstack([np.ones((len(heights), 1)), -falls])
+    bounds = [(None, None), *[(0.0, None)] * num_rows]
+    answer = linprog(np.array([-1.0, *[0.0] * num_rows]), A_ub=rows, b_ub=heights, bounds=bounds, method="highs")
+    if answer.x is None:
+        return np.zeros(num_rows), np.inf
+    return np.maximum(answer.x[1:], 0.0) * spread, low + spread * float(answer.x[0])
