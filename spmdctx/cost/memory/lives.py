@@ -28,6 +28,7 @@ from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.kept.joined_chains import joined_chains
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
+from spmdctx.machine.xla.memory.images_on_chip import IMAGES_SHARE
 from spmdctx.machine.xla.memory.late_branches import late_branches
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
 from spmdctx.machine.xla.memory.library_results import handed_out
@@ -144,7 +145,12 @@ def step_memory(
 
 
 def profile(
-    found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies: Sequence[Copy] = (), scratch_bytes: int = 0
+    found: Sequence[ValueLife],
+    sizes: Sequence[int],
+    num_ops: int,
+    copies: Sequence[Copy] = (),
+    scratch_bytes: int = 0,
+    images: tuple[Container[int], OnChip] | None = None,
 ) -> IntArray:
     """Returns the bytes alive at each op.
 
@@ -154,6 +160,7 @@ def profile(
         num_ops: number of ops of the graph.
         copies: the copies that live beside the values.
         scratch_bytes: `Compiler.scratch_bytes`, the memory on the chip that holds small and short-lived values.
+        images: the values that are images, and what they and all others have of that memory together.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:
@@ -161,8 +168,17 @@ def profile(
     alive = _alive(table, num_ops)
     if scratch_bytes:
         chip = OnChip.of(scratch_bytes)
-        fits = is_short(table[:, 0], table[:, 1], num_ops) & (table[:, 2] <= chip.largest_bytes)
-        alive -= np.minimum(_alive(table[fits], num_ops), chip.total_bytes)
+        short = is_short(table[:, 0], table[:, 1], num_ops)
+        fits = short & (table[:, 2] <= chip.largest_bytes)
+        held = np.minimum(_alive(table[fits], num_ops), chip.total_bytes)
+        if images is not None:
+            own, together = images
+            is_own = np.array([value in own for value, _, _ in found] + [False] * len(copies))
+            inside = is_own & (table[:, 0] > 0) & (table[:, 1] < num_ops - 1) & (table[:, 2] <= together.largest_bytes)
+            own_bytes = (IMAGES_SHARE * _alive(table[inside], num_ops)).astype(np.int64)
+            every = own_bytes + np.minimum(_alive(table[fits & ~is_own], num_ops), chip.total_bytes)
+            held = np.maximum(held, np.minimum(every, together.total_bytes))
+        alive -= held
     return alive
 
 

@@ -22,7 +22,9 @@ from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
-from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_images, in_tiles
+from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
+from spmdctx.machine.xla.memory.on_chip import OnChip
+from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_images, in_tiles, laid_out
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
@@ -63,10 +65,11 @@ class MemoryCount:
         """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
         graph, memory, scratch_bytes = self._assigned.graph, self._found(bill), self._assigned.topology.compiler.scratch_bytes
         self._mask_rows()
-        sizes, moved = self._sizes(), {row.value for row in bill.moves}
+        self._lay_out_images()
+        sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
-            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes)
+            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes, images)
 
         def fuses(op: Op) -> bool:
             return op.id not in self._directives.unfused_updates
@@ -85,6 +88,13 @@ class MemoryCount:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
+    def _images(self) -> tuple[Mapping[int, object], OnChip] | None:
+        """Returns the images of convolutions, and the chip's part of them; None where they are values like others."""
+        topology, graph = self._assigned.topology, self._assigned.graph
+        others = OnChip.of(topology.compiler.scratch_bytes)
+        together = images_on_chip(graph, topology.device, others)
+        return None if together == others else (in_images(graph), together)
+
     def _mask_rows(self) -> None:
         """Adds the rows of ragged products that are masked for each group, and those turned; products that read the same share them."""
         graph, assignment = self._assigned.graph, self._assigned.assignment
@@ -95,6 +105,16 @@ class MemoryCount:
                 taken = project(op.rule.operands[position], axes)
                 num_bytes = groups * self._assigned.stored_bytes(value, taken)
                 self.copies.make(op, value, (name, value, taken), num_bytes, gathered=False)
+
+    def _lay_out_images(self) -> None:
+        """Adds the copies of arguments that convolutions read as images."""
+        assigned = self._assigned
+        for index, minor in laid_out(assigned.graph).items() if has_tiles(assigned.topology.device) else ():
+            op = assigned.graph.ops[index]
+            value, taken = op.operands[0], project(op.rule.operands[0], assigned.assignment.ops[index].axes)
+            share = filled_up(local_shape(assigned.graph.values[value].shape, taken, assigned.mesh), minor, 1.0)
+            num_bytes = int(assigned.stored_bytes(value, taken) * share)
+            self.copies.make(op, value, ("image", value, taken), num_bytes, gathered=False)
 
     def _sizes(self) -> Sequence[int]:
         """Returns the bytes that each value takes in memory."""

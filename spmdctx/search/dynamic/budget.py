@@ -199,7 +199,7 @@ class _Run:
         self._proof = min(effort.proof, budget.left(budget.schedule.proof) / 2)
         self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
-        full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology).total_bytes
+        full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology, formulation.step.graph).total_bytes
         self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
         # The bound without a budget holds within the budget too.

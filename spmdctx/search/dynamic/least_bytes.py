@@ -34,4 +34,4 @@ def least_bytes(step: Step, meshes: Sequence[LogicalMesh], topology: Topology) -
         size = share * known.num_bytes / slices(known.shape)
         change[start] += size
         change[end + 1] -= size
-    return max(0.0, float(np.cumsum(change).max()) - on_chip(topology).total_bytes)
+    return max(0.0, float(np.cumsum(change).max()) - on_chip(topology, graph).total_bytes)

@@ -19,10 +19,11 @@ import numpy as np
 from spmdctx.cost.memory.lives import Peak, StepMemory
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.domain import domain
-from spmdctx.ir.graph import item_bytes
+from spmdctx.ir.graph import Graph, item_bytes
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Topology
+from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
 from spmdctx.machine.xla.narrowing import NARROW_BYTES, kept_share
 from spmdctx.search.problem.network import Carry, Network, Source
@@ -57,9 +58,9 @@ def with_memory(
     return builder.problem(limit)
 
 
-def on_chip(topology: Topology) -> OnChip:
+def on_chip(topology: Topology, graph: Graph) -> OnChip:
     """Returns the bytes that the chip may hold in place of the memory."""
-    return OnChip.of(topology.compiler.scratch_bytes)
+    return images_on_chip(graph, topology.device, OnChip.of(topology.compiler.scratch_bytes))
 
 
 def op_at(memory: StepMemory, time: int) -> int:
@@ -160,7 +161,7 @@ class _RowBuilder:
 
     def add_rows_off_chip(self, memory: StepMemory) -> None:
         """Adds the second rows: the same lives without those that may be on the chip, and in their place all bytes that the chip holds."""
-        num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology)
+        num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology, self._space.graph)
         if not chip.total_bytes or not self._lives:
             return
         table = np.array(self._lives, dtype=np.int64)

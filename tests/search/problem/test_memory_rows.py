@@ -71,7 +71,7 @@ def _counted_and_billed(program, mesh, machine, times):
         states = solve(replace(problem, costs=costs)).states
         assignment = place_free_values(tables.space, tables.assignment(states, "test"), tables.pins)
         bill = bill_of(step, assignment, setup.mesh, machine)
-        yield counted_bytes(limited, completed(limited, states)), bill.safe_bytes + (1 + spread) * on_chip(machine).total_bytes
+        yield counted_bytes(limited, completed(limited, states)), bill.safe_bytes + (1 + spread) * on_chip(machine, step.graph).total_bytes
 
 
 @pytest.mark.parametrize("scratch_bytes", [0, 2**17, 2**20, 2**26])

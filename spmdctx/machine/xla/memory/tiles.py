@@ -3,7 +3,9 @@
 What XLA does: memory is in tiles of the two minor dimensions. Most arrays are laid out so that little is filled up. Operands and results
     of a product with batch dimensions have other dimensions as their minor ones, however small: f32[32768, 7, 7] takes 128 MiB, not 6.
     Those of a convolution have the batch and the features, in the order that fills up less: bf16[48, 48, 48, 64] takes 27 MiB, not 13.5,
-    and bf16[256, 32, 32, 64] no more than its elements.
+    and bf16[256, 32, 32, 64] no more than its elements. Reshapes, repetitions and sums over space keep that. Tiles of fewer than eight
+    rows are as high as the next power of two: f32[16, 128, 128, 3] takes 32 MiB, as 3 becomes 4 and 16 becomes 128.
+    An argument is copied into that order, and the copy stays to the gradient of the kernel: bf16[16, 192, 192, 3] takes 36 MiB.
 Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets and
     ResNets (benchmarks/RESULTS.md). GPU and CPU have no tiles.
 Switch: none: the name of the device tells
@@ -14,7 +16,7 @@ Checked by: tests/machine/xla/test_tiles.py, benchmarks/memory_intervals.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import permutations
 
 from spmdctx.ir.analysis.kinds import ops_of
@@ -33,6 +35,11 @@ Checked by: benchmarks/fidelity_plans.py
 
 _CONVOLUTIONS = ("conv_general_dilated",)
 
+_CONVERSIONS = ("convert_element_type", "sharding_constraint")
+
+_KEEPING_IMAGES = ("reshape", "broadcast_in_dim", "reduce_sum")
+"""Ops whose results keep the minor dimensions of an image."""
+
 Minor = tuple[int, ...]
 """The dimensions of a value of which two are its minor ones."""
 
@@ -46,7 +53,8 @@ def filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COUNTING
     """Returns how many times the bytes of a block are taken, if two of the dimensions `minor` make its tiles; 1 up to `least`."""
 
     def tiles(second: int, first: int) -> int:
-        return -(-shape[second] // _ROWS) * _ROWS * -(-shape[first] // _LANES) * _LANES
+        rows = min(_ROWS, 1 << max(0, shape[second] - 1).bit_length())
+        return -(-shape[second] // rows) * rows * -(-shape[first] // _LANES) * _LANES
 
     share = min(tiles(*pair) / max(1, shape[pair[0]] * shape[pair[1]]) for pair in permutations(minor, 2))
     return share if share > least else 1.0
@@ -58,11 +66,46 @@ def in_tiles(graph: Graph) -> dict[int, Minor]:
 
 
 def in_images(graph: Graph) -> dict[int, Minor]:
-    """Returns the values that convolutions read or make, and what becomes of them element by element; batch and features are minor."""
-    return _known(graph, in_images, _CONVOLUTIONS, _of_convolution)
+    """Returns the values that convolutions read or make, and what becomes of them element by element; batch and features are minor.
+
+    So are those of what is reshaped, repeated or summed over space alone.
+    """
+    return _known(graph, in_images, _CONVOLUTIONS, _of_convolution, _KEEPING_IMAGES)
 
 
-def _known(graph: Graph, fact: object, primitives: Collection[str], of_op: Callable[[Op], dict[int, Minor]]) -> dict[int, Minor]:
+def laid_out(graph: Graph) -> dict[int, Minor]:
+    """Returns the minor dimensions of the images, by convolution, that are arguments, converted or not.
+
+    Arguments are laid out otherwise, so that a copy stays from the first convolution that reads it to the last one.
+    """
+    known: dict[int, Minor] | None = graph.facts.get(laid_out)
+    if known is None:
+        known = graph.facts[laid_out] = {}
+        given = set(graph.inputs)
+        for op in ops_of(graph, _CONVOLUTIONS):
+            minor = _of_convolution(op).get(op.operands[0])
+            if minor is not None and _source(graph, op.operands[0]) in given:
+                known[op.id] = minor
+    return known
+
+
+def _source(graph: Graph, value: int) -> int:
+    """Returns what a value is a conversion of; a constraint on its sharding is no op of its own."""
+    while value != LITERAL:
+        maker = graph.producers.get(value)
+        if maker is None or graph.ops[maker].primitive not in _CONVERSIONS:
+            break
+        value = graph.ops[maker].operands[0]
+    return value
+
+
+def _known(
+    graph: Graph,
+    fact: object,
+    primitives: Collection[str],
+    of_op: Callable[[Op], dict[int, Minor]],
+    keeping: Collection[str] = (),
+) -> dict[int, Minor]:
     known: dict[int, Minor] | None = graph.facts.get(fact)
     if known is None:
         known = {}
@@ -70,6 +113,10 @@ def _known(graph: Graph, fact: object, primitives: Collection[str], of_op: Calla
             known.update(of_op(op))
         if known:
             _spread(graph, known)
+            for op in ops_of(graph, keeping):
+                known.update(_kept(op, known))
+            if keeping:
+                _spread(graph, known)
         for value in graph.inputs:
             known.pop(value, None)
         graph.facts[fact] = known
@@ -96,6 +143,18 @@ def _of_product(op: Op) -> dict[int, Minor]:
         return {}
     minor = [tuple(place for place, dims in enumerate(rule) if not shared.intersection(dims)) for _, rule in sides]
     return {value: dims for (value, _), dims in zip(sides, minor, strict=True) if value != LITERAL and len(dims) > 1}
+
+
+def _kept(op: Op, known: Mapping[int, Minor]) -> dict[int, Minor]:
+    """Returns what an op makes of a known value, or makes a known value of, where both minor dimensions stay as they are."""
+    ends = (op.operands[0], op.rule.operands[0]), (op.results[0], op.rule.results[0])
+    for (value, rule), (other, other_rule) in (ends, ends[::-1]):
+        if value in known and other not in known and other != LITERAL:
+            sought = [rule[place] for place in known[value]]
+            found = tuple([other_rule.index(dims) for dims in sought if dims and dims in other_rule])
+            if len(found) == len(sought):
+                return {other: found}
+    return {}
 
 
 def _spread(graph: Graph, known: dict[int, Minor]) -> None:
