@@ -3,9 +3,12 @@
 import gc
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import spmdctx
 from spmdctx.pipeline.run.tape import AfterRun, Tape, TaskRun
+from tests.audit.compile_only import need_tpu
 from tests.step.pipelined import small
 
 
@@ -87,3 +90,26 @@ def test_planned_peaks_are_near_the_compiled_ones(tied):
     report = step.audit(*small.state_of(4, 256, tied=tied), small.batch_of(256, 256))
     for row in report.stages:
         assert row.planned_bytes == pytest.approx(row.compiled_bytes, rel=0.15)
+
+
+def recomputed_step(params, batch):
+    def loss(params, x):
+        for layer in params:
+            x = jax.checkpoint(lambda o, x: x + jnp.tanh(x @ o["a"]) @ o["b"])(layer, x)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    gradients = spmdctx.grad(loss)(params, batch)
+    return jax.tree.map(lambda leaf, own: leaf - jnp.asarray(0.1, leaf.dtype) * own.astype(leaf.dtype), params, gradients)
+
+
+def test_a_stage_that_communicates_nothing_in_a_micro_batch_puts_off_no_gradient_on_tpu():
+    layer = {"a": jax.ShapeDtypeStruct((1024, 3072), "bfloat16"), "b": jax.ShapeDtypeStruct((3072, 1024), "bfloat16")}
+    args = [dict(layer) for _ in range(6)], jax.ShapeDtypeStruct((65536, 1024), "bfloat16")
+    options = {"pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
+    step = spmdctx.parallel(recomputed_step, devices=need_tpu("v5p:2x2x1"), parallel_mode="auto_parallel", **options)
+    plan, lowered = step.plan(*args), step.lower(*args)
+    assert any(name.startswith("reduce") for name in plan.stages[0].live_bytes)
+    for stage in plan.stages:
+        found = {name: lowered[name].compile().memory_analysis() for name in stage.live_bytes}
+        beside = {name: own.temp_size_in_bytes + own.output_size_in_bytes - own.alias_size_in_bytes for name, own in found.items()}
+        assert stage.memory_bytes == pytest.approx(max(stage.live_bytes[name] + beside[name] for name in found), rel=0.15)
