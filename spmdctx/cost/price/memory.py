@@ -82,9 +82,10 @@ class MemoryCount:
         set_peak(bill, alive.tolist(), self._assigned.topology)
 
     def _found(self, bill: Bill) -> StepMemory:
-        """Returns the lives of values; XLA puts off no product behind communication if a pass of micro-batches has none."""
+        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate nothing else."""
         step, compiler = self._assigned.step, self._assigned.topology.compiler
-        if bill.collectives or not step.graph.accumulators or compiler.delays_gradients:
+        is_held = bool(step.graph.accumulators and self._directives.loop_sums.totals)
+        if bill.collectives or not is_held or compiler.delays_gradients:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 

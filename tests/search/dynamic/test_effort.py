@@ -87,7 +87,7 @@ def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_o
 
 @pytest.mark.parametrize(("own", "of_all", "expected"), [(3e8, INFINITE, 3e8), (INFINITE, 4e8, 2e8), (3e8, 4e8, 2e8)])
 def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_left(own, of_all, expected):
-    formulation = SimpleNamespace(step=None, limits=SimpleNamespace(tolerance=0.0), topology=PRESETS["tpu-v5p"])
+    formulation = SimpleNamespace(step=SimpleNamespace(graph=None), limits=SimpleNamespace(tolerance=0.0), topology=PRESETS["tpu-v5p"])
     around = SimpleNamespace(
         formulation=formulation,
         options=SimpleNamespace(is_small=lambda step: False),
