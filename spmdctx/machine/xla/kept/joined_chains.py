@@ -3,9 +3,9 @@
 What XLA does: the gradient of an activation takes the product before it several times, and a tensor of the forward pass beside it. All of
     this is one fusion with the product: its result is never stored, and the one value that several others read takes the place of the
     tensor beside it. So one tensor of the hidden layer is in memory there, not two.
-Seen in: libtpu 0.0.42, v5p: gradients of tanh, and of GELU by its tanh, in bfloat16 and float16, 2048 to 65536 rows, with checkpoints and
-    without; the fusion's `aliasing_operands` name the tensor. Stages of recomputed layers were planned at 1.27 to 1.33 of the compiled
-    peaks without this (benchmarks/RESULTS.md).
+Seen in: libtpu 0.0.42, v5p: gradients of tanh (65536 rows) and of GELU by its tanh (32768 and 65536 rows) in bfloat16, recomputed; the
+    fusion's `aliasing_operands` name the tensor. Stages of recomputed layers were planned at 1.16 to 1.33 of the compiled peaks without
+    this (benchmarks/RESULTS.md). An exact GELU keeps two tensors, and its fusion names none.
 Switch: `Compiler.fuses_into_products`
 Priced by: cost.memory.lives
 Written or prevented by: nothing
@@ -27,7 +27,7 @@ from spmdctx.machine.xla.fusion import CHAINED
 _LONGEST = 64
 """The most ops that are followed behind a product.
 
-Measured on: the gradient of an exact GELU has 20.
+Measured on: the gradient of a GELU has 11.
 Checked by: tests/machine/xla/kept/test_joined_chains.py
 """
 

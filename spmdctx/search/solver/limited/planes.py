@@ -73,7 +73,7 @@ class WidePrices(Prices):
 def highest(costs: FloatArray, slopes: FloatArray) -> tuple[FloatArray, float]:
     """Returns the prices, none negative, at which the least of the planes `costs + slopes @ prices` is highest, and that height.
 
-    It is a linear program. One more plane, which falls everywhere, keeps prices finite.
+    It is a linear program. One more plane, which falls everywhere, keeps prices finite. The height is infinite if SciPy finds no answer.
     """
     spread = max(float(np.ptp(costs)), 1e-3 * float(np.abs(costs).max()), 1e-300)
     low, num_rows = float(costs.min()), slopes.shape[1]

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.materialized import given_values, materialized_values
 from spmdctx.machine.xla.kept.joined_chains import joined_chains
 from tests.audit.compile_only import need_tpu
 from tests.road import trace
@@ -34,11 +35,7 @@ def joints(function, *args):
     """The primitives that make the values joined chains start with and end in."""
     program = trace(function, *args)
     graph = program.graph
-    materialized = bytearray(step_memory(graph, program.scopes, fuses_into_products=False).materialized)
-    for op in graph.ops:
-        for value in op.results:
-            materialized[value] = value in graph.outputs or not op.fused >> len(op.operands) & 1
-    found = joined_chains(graph, materialized)
+    found = joined_chains(graph, materialized_values(graph, given_values(graph)))
     return [(graph.ops[graph.producers[value]].primitive, graph.ops[graph.producers[joint]].primitive) for value, joint in found.items()]
 
 
