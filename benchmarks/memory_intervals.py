@@ -118,7 +118,7 @@ def name_of(job: Job) -> str:
 
 def outcome(job: Job, folder: Path, *, again: bool) -> dict[str, Any]:
     """What the folder knows of a job; else it is planned, and compiled where its program is new, in a process of its own."""
-    place = folder / f"interval-{_digest(json.dumps([job, _versions()], sort_keys=True))}.json"
+    place = folder / f"interval-{_digest(json.dumps([job, _versions(str(job['machine']))], sort_keys=True))}.json"
     if place.exists() and not again:
         return dict(json.loads(place.read_text()))
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _judged(job: Job, scratch: Path, folder: Path) -> dict[str, Any]:
     assert plan is not None
     text = built.lowered.as_text()
     # The planned peak limits TPU's scheduler, in whole percents of the device.
-    place = folder / f"peak-{_digest(json.dumps([text, job['machine'], plan.cost.memory_bytes, _versions()]))}.json.gz"
+    place = folder / f"peak-{_digest(json.dumps([text, job['machine'], plan.cost.memory_bytes, _versions(job['machine'])]))}.json.gz"
     if place.exists():
         compiled = json.loads(gzip.decompress(place.read_bytes()))["peak"]
     else:

@@ -33,6 +33,7 @@ from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.reshard import reshard_time_s
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.collectives.turning import turned_s
+from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.narrowing import kept_share
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.reductions import scattered_by
@@ -189,7 +190,11 @@ class _Everything:
         if not self.conditions.count_copies:
             pairs = zip(self.graph.values, assignment.values, strict=True)
             sizes = [int(local_bytes(known, own, self.mesh) * self._share(known)) for known, own in pairs]
-            return int(profile(self.memory.lives, sizes, len(self.graph.ops), (), self.topology.compiler.scratch_bytes).max())
+            return int(
+                profile(
+                    self.memory.lives, sizes, len(self.graph.ops), (), OnChip.of(self.topology.compiler.scratch_bytes, self.topology.device)
+                ).max()
+            )
         return price(Step(self.graph, self.scopes, self.from_literals), assignment, self.mesh, self.topology, donated).safe_bytes
 
     def _share(self, value: Value) -> float:

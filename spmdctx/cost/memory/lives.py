@@ -33,7 +33,7 @@ from spmdctx.machine.xla.memory.late_branches import late_branches
 from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
 from spmdctx.machine.xla.memory.library_results import handed_out
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
-from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
+from spmdctx.machine.xla.memory.on_chip import NO_CHIP, OnChip, is_short
 from spmdctx.machine.xla.memory.row_fusions import read_with_their_rows
 from spmdctx.machine.xla.memory.siblings import sibling_runs
 from spmdctx.machine.xla.narrowing import narrow_values
@@ -149,7 +149,7 @@ def profile(
     sizes: Sequence[int],
     num_ops: int,
     copies: Sequence[Copy] = (),
-    scratch_bytes: int = 0,
+    chip: OnChip = NO_CHIP,
     images: tuple[Container[int], OnChip] | None = None,
 ) -> IntArray:
     """Returns the bytes alive at each op.
@@ -159,15 +159,14 @@ def profile(
         sizes: one device's bytes of each value of the graph.
         num_ops: number of ops of the graph.
         copies: the copies that live beside the values.
-        scratch_bytes: `Compiler.scratch_bytes`, the memory on the chip that holds small and short-lived values.
+        chip: the part of the chip's memory that holds small and short-lived values.
         images: the values that are images, and what they and all others have of that memory together.
     """
     table = np.array([(start, end, sizes[value]) for value, start, end in found] + [tuple(copy) for copy in copies], dtype=np.int64)
     if not table.size:
         return np.zeros(max(num_ops, 1), dtype=np.int64)
     alive = _alive(table, num_ops)
-    if scratch_bytes:
-        chip = OnChip.of(scratch_bytes)
+    if chip.total_bytes:
         short = is_short(table[:, 0], table[:, 1], num_ops)
         fits = short & (table[:, 2] <= chip.largest_bytes)
         held = np.minimum(_alive(table[fits], num_ops), chip.total_bytes)

@@ -63,13 +63,13 @@ class MemoryCount:
 
     def count(self, bill: Bill) -> None:
         """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
-        graph, memory, scratch_bytes = self._assigned.graph, self._found(bill), self._assigned.topology.compiler.scratch_bytes
+        graph, memory, chip = self._assigned.graph, self._found(bill), self._chip()
         self._mask_rows()
         self._lay_out_images()
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
-            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), scratch_bytes, images)
+            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), chip, images)
 
         def fuses(op: Op) -> bool:
             return op.id not in self._directives.unfused_updates
@@ -89,10 +89,12 @@ class MemoryCount:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
+    def _chip(self) -> OnChip:
+        return OnChip.of(self._assigned.topology.compiler.scratch_bytes, self._assigned.topology.device)
+
     def _images(self) -> tuple[Mapping[int, object], OnChip] | None:
         """Returns the images of convolutions, and the chip's part of them; None where they are values like others."""
-        topology, graph = self._assigned.topology, self._assigned.graph
-        others = OnChip.of(topology.compiler.scratch_bytes)
+        topology, graph, others = self._assigned.topology, self._assigned.graph, self._chip()
         together = images_on_chip(graph, topology.device, others)
         return None if together == others else (in_images(graph), together)
 

@@ -60,7 +60,7 @@ def with_memory(
 
 def on_chip(topology: Topology, graph: Graph) -> OnChip:
     """Returns the bytes that the chip may hold in place of the memory."""
-    return images_on_chip(graph, topology.device, OnChip.of(topology.compiler.scratch_bytes))
+    return images_on_chip(graph, topology.device, OnChip.of(topology.compiler.scratch_bytes, topology.device))
 
 
 def op_at(memory: StepMemory, time: int) -> int:

@@ -8,6 +8,7 @@ from jax import lax
 
 from spmdctx.cost.memory.lives import Copy, Peak, ValueLife, lives, peak, profile, step_memory
 from spmdctx.ir.graph import Role
+from spmdctx.machine.xla.memory.on_chip import OnChip
 from tests.road import trace
 
 X = jnp.ones((32, 64))
@@ -143,11 +144,11 @@ def test_the_profile_adds_up_lives_and_copies():
 
 def test_small_and_short_lived_values_are_on_the_chip_as_far_as_they_fit():
     kept = (ValueLife(0, 0, 3), ValueLife(1, 1, 2), ValueLife(2, 1, 2))
-    assert profile(kept, [40, 5, 10], 4, scratch_bytes=90).tolist() == [40, 40, 40, 40]
-    assert profile(kept, [40, 5, 11], 4, scratch_bytes=90).tolist() == [40, 51, 51, 40]
-    assert profile(kept, [40, 5, 10], 4, scratch_bytes=80).tolist() == [40, 50, 50, 40]
+    assert profile(kept, [40, 5, 10], 4, (), OnChip(30, 10)).tolist() == [40, 40, 40, 40]
+    assert profile(kept, [40, 5, 11], 4, (), OnChip(30, 10)).tolist() == [40, 51, 51, 40]
+    assert profile(kept, [40, 5, 10], 4, (), OnChip(26, 8)).tolist() == [40, 50, 50, 40]
     several = (*kept, ValueLife(2, 1, 1), ValueLife(2, 1, 3))
-    assert profile(several, [40, 5, 10], 4, scratch_bytes=90).tolist() == [40, 45, 40, 40]
+    assert profile(several, [40, 5, 10], 4, (), OnChip(30, 10)).tolist() == [40, 45, 40, 40]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
 """XLA on TPU keeps small, short-lived tensors in the chip's own memory.
 
 What XLA does: a small tensor that is read soon stays on the chip and takes no HBM. The rest of the chip's memory holds tensors that XLA
-    brings there ahead of their use.
-Seen in: libtpu 0.0.42, v5e:2x4: with it 31 plans come to a median of 0.98 of the compiled memory, and those of a 0.1 to 0.4 GiB Llama step
-    to 0.93 to 1.09 (benchmarks/RESULTS.md). v5p and v6e: not measured. GPU and CPU have no such memory.
+    brings there ahead of their use. On v5e more is left for tensors than on v5p and v6e: mostly 60 to 110 MiB near the peak.
+Seen in: libtpu 0.0.42.1, v5e:2x4: of 48 plans without convolutions 37 are within 15 % of the compiled memory, 32 if only a third of the
+    chip counts, and so are 21 of 24 stages, 18 before (benchmarks/RESULTS.md). For v5p and v6e a larger part makes plans worse. GPU and
+    CPU have no such memory.
 Switch: `Compiler.scratch_bytes`
 Priced by: cost.memory.lives, search.problem.memory_rows
 Written or prevented by: nothing
@@ -16,18 +17,19 @@ from typing import NamedTuple
 
 from spmdctx.ir.arrays import BoolArray, IntArray
 
-_SCRATCH_PARTS = 3
-"""Values fill one part in so many of the chip's memory, and the largest value one part in so many of that.
+_FILLED = (1 / 3, 1 / 9)
+_FILLED_ON = {"tpu-v5e": (5 / 6, 1 / 3)}
+"""The share of the chip's memory that values fill, and the share that the largest value may have, by device.
 
-Measured on: compiled programs of 70 plans for v5e:2x4.
-Checked by: benchmarks/fidelity_plans.py
+Measured on: compiled programs of 48 plans and 24 stages for v5e:2x4, 40 plans for v6e:2x4, 40 plans and 62 stages for v5p.
+Checked by: benchmarks/memory_intervals.py
 """
 
 _SHORT = 200
 """The most ops for which a value on the chip lives.
 
 Measured on: compiled programs of 70 plans for v5e:2x4.
-Checked by: benchmarks/fidelity_plans.py
+Checked by: benchmarks/memory_intervals.py
 """
 
 
@@ -38,10 +40,12 @@ class OnChip(NamedTuple):
     largest_bytes: int
 
     @classmethod
-    def of(cls, scratch_bytes: int) -> OnChip:
-        """Returns the part that fits on a chip with `scratch_bytes` of memory."""
-        total = scratch_bytes // _SCRATCH_PARTS
-        return cls(total, total // _SCRATCH_PARTS)
+    def of(cls, scratch_bytes: int, device: str) -> OnChip:
+        """Returns the part that fits on a chip with `scratch_bytes` of memory, of a device by a topology's name for it."""
+        return cls(*(int(share * scratch_bytes) for share in _FILLED_ON.get(device.removesuffix("-measured"), _FILLED)))
+
+
+NO_CHIP = OnChip(0, 0)
 
 
 def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
