@@ -245,8 +245,8 @@ _LANES, _CHANNEL_RATE, _KERNEL_RATE = 128, 0.24, 0.85
 """The vector unit's lanes, and the parts of its rate that convolutions of each channel by itself reach on TPU: those of images, as in
 the forward pass and in the gradient of the image, and those of images with images, which make the gradient of the kernel.
 
-Measured on: the compiler's cycles of kernels of 3 to 7, 7 to 56 pixels a side, 96 to 768 channels: v5e 0.22 to 0.25 and 0.61 to 0.96,
-v5p 0.24 and 0.77, v6e 0.24 and 0.85, with channels in whole lanes. With strides: 0.1, not counted here.
+Measured on: the compiler's cycles of kernels of 3 to 7, 7 to 56 pixels a side, 96 to 768 channels: v5e, v5p and v6e 0.20 to 0.25, and
+0.73 to 0.96 (kernels of 3: 0.4 to 1.08), with channels in whole lanes. With strides about 0.1, which does not count here.
 Checked by: benchmarks/fidelity_plans.py
 """
 
