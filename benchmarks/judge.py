@@ -3,7 +3,8 @@
     python -m benchmarks.judge FILE.hlo --topology v5p:2x2x2
 
 Estimate `cycles_s` sums the compiler's estimated cycles over the clock, `roofline_s` each instruction's matrix FLOPs and HBM bytes
-at the published rates; both count loop bodies as often as they run and add what of the collectives (`judge_links`) no compute hides.
+at the published rates, and convolutions of single channels at the rate that the compiler's cycles give them. Both count loop bodies
+as often as they run and add what of the collectives (`judge_links`) no compute hides.
 No estimate has been held against hardware.
 """
 
@@ -110,13 +111,14 @@ def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judg
 
 
 def roofline_of(device: Topology) -> Callable[[Work], float]:
-    """Seconds of an instruction's work: of its products, or of its bytes if these take longer; and those that every kernel takes."""
+    """Seconds of an instruction's work: of its arithmetic, or of its bytes if these take longer; and those that every kernel takes."""
     slow = device.memory_bytes_per_s * device.gathered_share
     rates = dict.fromkeys(("reduction", "gather"), slow)
 
     def seconds(work: Work) -> float:
         products = (work.flops - work.wide_flops) / device.peak_flops_per_s + work.wide_flops / device.float32_flops_per_s
-        longest = max(products, work.hbm_bytes / rates.get(work.kind, device.memory_bytes_per_s))
+        lanes = work.lane_flops / device.vector_flops_per_s if work.lane_flops else 0.0
+        longest = max(products + lanes, work.hbm_bytes / rates.get(work.kind, device.memory_bytes_per_s))
         kernels = _LONG_KERNELS if work.kind in ("product", "convolution") else 1.0
         return longest + kernels * device.kernel_s if longest else 0.0
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from benchmarks.judge_library import is_collective, library_kind
+from benchmarks.judge_timeline import COPIES, COPY_DONES
 from benchmarks.judge_work import FREE, Work, work_of
 from spmdctx.audit.hlo import Computation, Instruction, Module
 from spmdctx.audit.loops import trip_count
@@ -57,10 +58,10 @@ def _judged(computation: Computation, module: Module, repeats: int) -> Iterator[
 
 
 def judged_by_kind(module: Module, seconds: Callable[[Work], float]) -> dict[str, float]:
-    """Seconds of a step by kind, without its collectives."""
+    """Seconds of a step by kind, without its collectives and its copies to and from the chip, which take time only where it waits."""
     found: dict[str, float] = defaultdict(float)
     for one in judged_instructions(module):
-        if one.kind != "collective":
+        if one.kind != "collective" and one.instruction.opcode not in (*COPIES, *COPY_DONES):
             found[one.kind] += seconds(one.work) * one.repeats
     return dict(found)
 

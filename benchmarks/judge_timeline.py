@@ -24,8 +24,10 @@ from spmdctx.ir.collective import COLLECTIVE_KINDS
 KINDS = {opcode: kind for opcode, kind in HLO_KINDS.items() if kind in COLLECTIVE_KINDS}
 _CHANNEL = re.compile(r"channel_id=(\d+)")
 _PAIRS = re.compile(r"source_target_pairs=\{\{(\d+),(\d+)\}")
-_COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
-_COPY_DONES = tuple(name.replace("start", "done") for name in _COPIES)
+COPIES = ("copy-start", "slice-start", "dynamic-slice-start", "dynamic-update-slice-start")
+COPY_DONES = tuple(name.replace("start", "done") for name in COPIES)
+"""Copies between HBM and the chip beside the computation, and where it waits for them."""
+
 _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
@@ -170,9 +172,9 @@ class Walk:
         elif one.opcode == "call":
             for name in one.callees("to_apply"):
                 line.add(self.computation(self.module.computations[name]), 1)
-        elif one.opcode in _COPIES:
+        elif one.opcode in COPIES:
             copies[one.name] = line.start_copy(self.pricing.copy_s(_copied_bytes(one)))
-        elif one.opcode in _COPY_DONES:
+        elif one.opcode in COPY_DONES:
             line.finish_copy(copies.pop(one.operands[0], 0.0))
         elif not one.opcode.startswith(tuple(KINDS)) and not one.opcode.startswith("async-"):
             line.compute(self.pricing.compute_s(self.work(one, computation)))

@@ -18,7 +18,7 @@ from spmdctx.ir.graph import LITERAL, Graph, Op, Value, Work, item_bytes
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.primitives import CONTRACTIONS, KERNELS, MATRIX_PRODUCTS, PICKING, Boundary
 from spmdctx.ir.projection import FactorAxes, local_bytes
-from spmdctx.ir.rule import DimFactors
+from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.fusion import CHAINED
@@ -47,7 +47,8 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     if op.primitive in MATRIX_PRODUCTS:
         if topology.unaligned_share < 1:
             longest = _unaligned_s(graph, op, slices, topology, longest)
-        longest = max(longest, _product_time_s(graph, op, slices, topology))
+        by_lanes = _lanes_time_s(graph, op, slices, topology)
+        longest = max(longest, by_lanes or _product_time_s(graph, op, slices, topology))
     if op.primitive == RAGGED and topology.compiler.masks_groups:
         longest = _masked_s(graph, op, slices, topology, longest)
     return longest + _kernel_s(op, topology) if topology.kernel_s and longest else longest
@@ -232,7 +233,38 @@ def _product_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) ->
         rows *= _apart(graph, op, 2)
     narrow, wide = sorted((rows, columns))
     used = _filled(narrow, topology.matrix_tile) * _filled(inner, topology.matrix_tile) * _filled(wide, _SUBLANES)
-    return op.flops / math.prod(slices) / _matrix_rate(graph, op, topology) / used
+    flops = op.flops / math.prod(slices)
+    product_s = flops / _matrix_rate(graph, op, topology) / used
+    if topology.compiler.fuses_into_products and op.primitive in CONTRACTIONS and min(narrow, inner) == 1 and topology.vector_flops_per_s:
+        # XLA on TPU writes a product with a vector, or of vectors, as multiplications and sums.
+        return min(product_s, flops / topology.vector_flops_per_s)
+    return product_s
+
+
+_LANES, _CHANNEL_RATE, _KERNEL_RATE = 128, 0.24, 0.85
+"""The vector unit's lanes, and the parts of its rate that convolutions of each channel by itself reach on TPU: those of images, as in
+the forward pass and in the gradient of the image, and those of images with images, which make the gradient of the kernel.
+
+Measured on: the compiler's cycles of kernels of 3 to 7, 7 to 56 pixels a side, 96 to 768 channels: v5e, v5p and v6e 0.20 to 0.25, and
+0.73 to 0.96 (kernels of 3: 0.4 to 1.08), with channels in whole lanes. With strides about 0.1, which does not count here.
+Checked by: benchmarks/fidelity_plans.py
+"""
+
+
+def _lanes_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+    """Returns the seconds of a convolution of each channel by itself on TPU's vector unit, 0 of any other product."""
+    if op.primitive != "conv_general_dilated" or not topology.compiler.fuses_into_products or not topology.vector_flops_per_s:
+        return 0.0
+    space = {factor for factor, kind in enumerate(op.rule.kinds) if kind is FactorKind.PERMUTATION}
+    left, right, out = ({factor for dim in dims for factor in dim} - space for dims in (*op.rule.operands[:2], op.rule.results[0]))
+    sizes, channels = op.rule.sizes, left & right & out
+    count = math.prod(sizes[factor] for factor in channels)
+    images, features, summed = (math.prod(sizes[factor] for factor in own) for own in (left - right, right - left, left & right - out))
+    if count == 1 or (summed > 1 and (images > 1 or features > 1)):
+        return 0.0
+    lanes = math.prod(-(-sizes[factor] // slices[factor]) for factor in channels)
+    rate = topology.vector_flops_per_s * (_KERNEL_RATE if summed > 1 else _CHANNEL_RATE) * _filled(lanes, _LANES)
+    return op.flops / math.prod(slices) / rate
 
 
 def _matrix_rate(graph: Graph, op: Op, topology: Topology) -> float:

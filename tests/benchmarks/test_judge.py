@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.judge import Judgement, judge_text
+from benchmarks.judge import Judgement, judge_text, roofline_of
 from benchmarks.judge_compile import compile_program, key_of, read_peak
 from benchmarks.judge_links import HOP_S, Slice, collective_s, slice_of
 from benchmarks.judge_work import work_of
 from spmdctx.audit.hlo import read_module
+from spmdctx.machine.presets import topology
 from tests.audit.compile_only import need_tpu
 
 MIB = 2**20
@@ -146,6 +147,36 @@ ENTRY %main (q: bf16[32,2048,128], k: bf16[32,2048,128]) -> bf16[32,2048,2048] {
     module = read_module(text)
     entry = module.computations[module.entry]
     assert work_of(entry.instructions["c"], entry, module).flops == 2 * 32 * 2048 * 2048 * 128
+
+
+FORWARD = """  %x = bf16[32,14,14,96]{3,0,2,1} parameter(0)
+  %w = bf16[7,7,1,96]{3,2,1,0} parameter(1)
+  ROOT %c = bf16[32,14,14,96]{3,0,2,1} convolution(%x, %w), window={size=7x7 pad=3_3x3_3}, dim_labels=b01f_01io->b01f, GROUPS
+"""
+BACKWARD = """  %x = bf16[32,14,14,96]{3,0,2,1} parameter(0)
+  %w = bf16[32,14,14,96]{3,0,2,1} parameter(1)
+  ROOT %c = bf16[7,7,1,96]{3,2,1,0} convolution(%x, %w), window={size=14x14 pad=3_3x3_3}, dim_labels=f01b_i01o->01bf, GROUPS
+"""
+
+
+@pytest.mark.parametrize(("body", "groups", "share"), [(FORWARD, "feature_group_count=96", 0.24), (BACKWARD, "batch_group_count=96", 0.85)])
+def test_convolutions_of_single_channels_occupy_the_vector_unit(body, groups, share):
+    module = read_module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{body.replace('GROUPS', groups)}}}\n")
+    entry = module.computations[module.entry]
+    work = work_of(entry.instructions["c"], entry, module)
+    assert work.flops == 0.0
+    assert work.lane_flops == pytest.approx(2 * 32 * 14 * 14 * 49 * 128 / share)  # 96 channels fill one set of lanes
+    v5e = topology("tpu-v5e")
+    assert roofline_of(v5e)(work) == pytest.approx(work.lane_flops / v5e.vector_flops_per_s)
+
+
+def test_convolutions_of_groups_are_products():
+    body = FORWARD.replace("bf16[7,7,1,96]", "bf16[7,7,4,96]").replace("GROUPS", "feature_group_count=24")
+    module = read_module(f"HloModule m\n\nENTRY %main () -> f32[] {{\n{body}}}\n")
+    entry = module.computations[module.entry]
+    work = work_of(entry.instructions["c"], entry, module)
+    assert work.flops > 0.0
+    assert work.lane_flops == 0.0
 
 
 def test_the_kernel_of_a_ragged_product_multiplies_each_row_once():

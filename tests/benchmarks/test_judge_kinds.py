@@ -170,6 +170,16 @@ def test_seconds_add_up_by_kind_with_loops_and_without_collectives():
     assert sum(seconds.values()) == pytest.approx(judge_text(KINDS, H100_HOSTS).roofline_compute_s)
 
 
+def test_copies_beside_the_computation_are_of_no_kind():
+    body = """  %p = f32[128,256]{1,0} parameter(0)
+  %start = (f32[128,256]{1,0}, f32[128,256]{1,0:S(1)}, u32[]) copy-start(%p)
+  %near = f32[128,256]{1,0:S(1)} copy-done(%start)
+  ROOT %n = f32[128,256]{1,0} negate(%near)
+"""
+    v5e = topology("tpu-v5e")
+    assert judged_by_kind(program(body), roofline_of(v5e)) == {"fusion": pytest.approx(128 * 256 * 4 / v5e.memory_bytes_per_s)}
+
+
 def test_planned_seconds_by_kind_are_those_of_the_plan():
     def step(x, table, rows):
         return jnp.sort(jnp.sum(x @ x.T, 0)), table.at[rows].add(x)

@@ -147,7 +147,7 @@ def test_a_product_of_float32_that_sums_the_rows_of_both_operands_is_slower():
 
 
 def test_a_convolution_of_few_channels_reads_them_slowly():
-    three, eight = (convolution_s((3, 3, channels, 8), channels) for channels in (3, 8))
+    three, eight = (convolution_s((3, 3, channels, 8), channels, flops=1) for channels in (3, 8))
     assert three / eight == pytest.approx((3 + 8) / (8 + 8) / H100.unaligned_share, rel=1e-2)
 
 
@@ -156,8 +156,50 @@ def test_a_convolution_of_each_channel_by_itself_is_no_product():
     assert seconds == pytest.approx(10**11 / H100.vector_flops_per_s / H100.unaligned_share)
 
 
-def convolution_s(kernel, channels, groups=1, flops=1):
-    """Seconds of a convolution of 3 x 3 on an H100, without those of its kernel."""
+def test_a_product_with_a_vector_is_multiplications_and_sums_on_tpu():
+    params = {"dimension_numbers": (((2,), (1,)), ((0,), (0,)))}
+    shapes, out = ((4096, 256, 2), (4096, 2)), (4096, 256)
+    make = GraphMaker()
+    rule = rule_for("dot_general", shapes, (out,), params)
+    make.op("dot_general", rule, *(make.input(*shape) for shape in shapes), shape=out)
+    graph = make.graph()
+    op = graph.ops[0]._replace(flops=op_flops("dot_general", rule, shapes, (out,)))
+    assert compute_time_s(graph, op, ((),) * len(rule.sizes), MESH, FAST) == pytest.approx(op.flops / V5E.vector_flops_per_s)
+
+
+@pytest.mark.parametrize(("channels", "lanes"), [(256, 256), (160, 256), (96, 128)])
+def test_convolutions_of_single_channels_take_whole_lanes_of_the_vector_unit_on_tpu(channels, lanes):
+    seconds = convolution_s((7, 7, 1, channels), channels, channels, machine=FAST)
+    flops = 2 * 64**3 * 49 * lanes
+    assert seconds == pytest.approx(flops / V5E.vector_flops_per_s / 0.24)
+
+
+@pytest.mark.parametrize("size", [7, 14])  # as large as the kernel, and larger
+def test_gradients_of_kernels_of_single_channels_run_faster(size):
+    flops = 2 * 32 * 49 * size**2 * 384
+    assert kernel_gradient_s(size) == pytest.approx(flops / V5E.vector_flops_per_s / 0.85)
+
+
+def test_convolutions_of_few_channels_at_a_time_are_products():
+    alone, pairs = (convolution_s((3, 3, each, 256), 256, 256 // each, machine=FAST) for each in (1, 2))
+    assert alone < pairs / 2  # tiles of the matrix unit that hold one feature
+
+
+def kernel_gradient_s(size):
+    """Seconds of the gradient of a kernel of 7 x 7 by 32 pictures of 384 channels, as JAX writes it, on a v5e without a memory."""
+    numbers = ConvDimensionNumbers((3, 0, 1, 2), (3, 0, 1, 2), (2, 3, 0, 1))
+    shapes, result = ((32, size, size, 384),) * 2, (7, 7, 1, 384)
+    make = GraphMaker()
+    parameters = {"dimension_numbers": numbers, "feature_group_count": 1, "batch_group_count": 384}
+    rule = rule_for("conv_general_dilated", shapes, (result,), parameters)
+    make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=result, dtype="bfloat16")
+    graph = make.graph()
+    op = graph.ops[0]._replace(flops=op_flops("conv_general_dilated", rule, shapes, (result,)))
+    return compute_time_s(graph, op, ((),) * len(rule.sizes), MESH, FAST)
+
+
+def convolution_s(kernel, channels, groups=1, flops=0, machine=H100):
+    """Seconds of a convolution, without those of its kernel."""
     shapes, result = ((64, 64, 64, channels), kernel), (64, 64, 64, kernel[-1])
     make = GraphMaker()
     parameters = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": groups, "batch_group_count": 1}
@@ -165,5 +207,5 @@ def convolution_s(kernel, channels, groups=1, flops=1):
     rule = rule_for("conv_general_dilated", shapes, (result,), parameters)
     make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=result, dtype="bfloat16")
     graph = make.graph()
-    made = compute_time_s(graph, graph.ops[0]._replace(flops=flops), ((),) * len(rule.sizes), MESH, H100)
-    return made - 2.5 * H100.kernel_s
+    op = graph.ops[0]._replace(flops=flops or op_flops("conv_general_dilated", rule, shapes, (result,)))
+    return compute_time_s(graph, op, ((),) * len(rule.sizes), MESH, machine) - 2.5 * machine.kernel_s

@@ -188,7 +188,7 @@ class _FusedReaders:
     def __init__(self, columns: Columns, kept: BoolArray, takers: tuple[str, ...]) -> None:
         size = columns.num_values + 1  # the last one stands for literals
         self._columns = columns
-        self.scatters = _comparing_scatters(columns)
+        self.scatters = comparing_scatters(columns)
         self.chained = (columns.which(CHAINED.__contains__) & ~columns.parting) | self.scatters
         self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(takers))
         readers, read = np.divmod(np.unique(columns.readers * size + columns.read), size)
@@ -219,7 +219,7 @@ class _FusedReaders:
         return found
 
 
-def _comparing_scatters(columns: Columns) -> BoolArray:
+def comparing_scatters(columns: Columns) -> BoolArray:
     """Returns for each op whether it scatters one element per row, which XLA writes as a comparison of indices."""
     found = columns.which("scatter-add".__eq__)
     for op in np.flatnonzero(found).tolist():

@@ -3,6 +3,8 @@
 What XLA does: it computes chains of element-wise ops on the way into the matrix product, the reduction or the stored result that needs
     them. The reads and the arithmetic of the chain hide behind the product's multiplications, or these hide behind the chain. The price
     charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and ignores how the others read it.
+    On TPU a product whose result is needed in float32, too, writes both; other fusions read the narrower. What a scatter of one element
+    per row makes, the gradient of logits, is computed in each product that reads it: the plan counts its memory, and no time to write it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
     roofline of the scheduled program). If activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
     (benchmarks/RESULTS.md). One H200, jax 0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at
@@ -24,7 +26,7 @@ from spmdctx.ir.analysis.columns import Columns, Kind
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.graph import Op, Work
 from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, KERNELS, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
-from spmdctx.machine.xla.fusion import CHAINED
+from spmdctx.machine.xla.fusion import CHAINED, comparing_scatters
 
 _COSTLY = frozenset(
     {
@@ -50,6 +52,9 @@ _ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | KERNELS | NAMING
 _HIDDEN = 1 / 64
 """The part of its price that is left for arithmetic that hides in a fusion, so that a search still prefers to split it."""
 
+_FUSING = ("reduce_", "arg", "dot_general", "conv_general_dilated")
+"""Prefixes of the names of other ops that begin a fusion."""
+
 _NOWHERE = -1
 _NO_HOMES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
 
@@ -65,7 +70,10 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
         fused: For each slot, whether `Op.fused` has its bit set.
         for_each: Whether each main op to which a chain leads reads and computes the chain anew, and not the first alone.
     """
-    found_homes = _Homes(columns, fused).found
+    finder = _Homes(columns, fused, joins_products=not for_each)
+    found_homes, sizes = finder.found, finder.read_sizes()
+    if not for_each:
+        fused = finder.with_comparisons(fused)
     homes = np.array(found_homes, dtype=np.int64)
     at_home, numbers = homes >= 0, np.arange(columns.num_ops)
     mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
@@ -80,7 +88,7 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
     alone = columns.which(_ALONE.__contains__)
     for op in np.flatnonzero(alone & ~at_home).tolist():
         found[op] = None
-    rates = _moved(columns, fused, homes, more) / np.maximum(1, columns.elements[columns.slot_values])
+    rates = _moved(columns, fused, (homes, sizes), more) / np.maximum(1, columns.elements[columns.slot_values])
     _add_works(found, np.flatnonzero(~alone & ~at_home), columns.slot_starts, rates, arithmetic)
     return found
 
@@ -92,9 +100,9 @@ def vector_flops(op: Op | Kind) -> int:
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _moved(columns: Columns, fused: BoolArray, homes: IntArray, more: tuple[IntArray, IntArray]) -> IntArray:
-    """Returns for each slot the bytes that the ops computed there move, each tensor once per fusion."""
-    sizes, ops = columns.sizes[columns.slot_values], columns.slot_ops
+def _moved(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> IntArray:
+    """Returns for each slot the bytes that the ops computed there move, each tensor once per fusion; `known`: homes and bytes of slots."""
+    (homes, sizes), ops = known, columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(written, columns.makers, columns.sizes[columns.made])
     picks = columns.which(PICKING.__contains__)[ops] & columns.is_operand
@@ -155,10 +163,21 @@ def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rate
         found[op] = known.setdefault(work, work)
 
 
+def _wide_copies(columns: Columns, fused: BoolArray) -> bytes:
+    """Returns 1 for each op that makes a wider copy of a tensor, both of which are in memory, else 0."""
+    first = columns.slot_starts[:-1]
+    ops = np.flatnonzero(columns.which("convert_element_type".__eq__))
+    ops = ops[~fused[first[ops]] & ~fused[first[ops] + 1]]
+    narrow, wide = (columns.item_bytes[columns.slot_values[first[ops] + place]] for place in (0, 1))
+    found = np.zeros(columns.num_ops, dtype=bool)
+    found[ops[(narrow < wide) & (narrow > 0)]] = True
+    return found.tobytes()
+
+
 class _Homes:
     """The slot of a main op in which each op is computed; nowhere for main ops and those that are priced on their own."""
 
-    def __init__(self, columns: Columns, fused: BoolArray) -> None:
+    def __init__(self, columns: Columns, fused: BoolArray, *, joins_products: bool) -> None:
         self.found = [_NOWHERE] * columns.num_ops
         self._columns = columns
         self._operands, self._results = columns.operands, columns.results
@@ -169,6 +188,9 @@ class _Homes:
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
         self._origins: dict[tuple[int, int], tuple[int, int]] = {}
+        self._products = columns.which(MATRIX_PRODUCTS.__contains__).tobytes()
+        self._widens = _wide_copies(columns, fused) if joins_products else bytes(columns.num_ops)
+        self._narrow: dict[int, int] = {}  # by value, the narrower one of which a product writes this copy
         self._after_main_ops(self._ops_after(chained, inside))
         self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
 
@@ -177,7 +199,9 @@ class _Homes:
         found, repeats, main = self.found, self._repeats, self._main
         ahead: dict[int, int] = {}
         for op in ops.tolist():
-            if self._chained[op]:
+            if self._widens[op]:
+                self._join_product(op)
+            elif self._chained[op]:
                 for value in self._operands[op]:
                     if value in ahead and repeats[main[ahead[value]]] == repeats[op]:
                         found[op] = ahead[value]
@@ -194,8 +218,51 @@ class _Homes:
         behind = np.zeros(columns.num_values + 1, dtype=bool)
         behind[columns.made[inside[columns.makers]]] = True
         follows = np.bincount(columns.readers[behind[columns.read]], minlength=columns.num_ops) > 0
+        follows |= np.frombuffer(self._widens, dtype=bool)
         others = (inside | columns.which(lambda primitive: primitive.startswith("reduce_"))) & ~columns.which(_APART.__contains__)
         return np.flatnonzero(np.where(chained, follows, others))
+
+    def _join_product(self, op: int) -> None:
+        """Has the product that makes a tensor write a wider copy of it, too."""
+        (narrow,), (wide,) = self._operands[op], self._results[op]
+        maker = self._maker[narrow]
+        if maker < 0:
+            return
+        home = self.found[maker] if self.found[maker] != _NOWHERE else self._starts[maker] + len(self._operands[maker])
+        if self._products[self._main[home]] and self._repeats[self._main[home]] == self._repeats[op]:
+            self.found[op], self._narrow[wide] = home, narrow
+
+    def read_sizes(self) -> IntArray:
+        """Returns the bytes of each slot's tensor; fusions read the narrower one of what a product writes twice."""
+        columns = self._columns
+        sizes: IntArray = columns.sizes[columns.slot_values]
+        if self._narrow:
+            fuses = columns.which(lambda primitive: primitive in CHAINED or primitive.startswith(_FUSING))[columns.slot_ops]
+            reads = fuses & columns.is_operand & np.isin(columns.slot_values, list(self._narrow))
+            narrow = [self._narrow[value] for value in columns.slot_values[reads].tolist()]
+            sizes[reads] = columns.sizes[narrow]
+        return sizes
+
+    def with_comparisons(self, fused: BoolArray) -> BoolArray:
+        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
+        columns, found, main = self._columns, self.found, self._main
+        scatters = np.flatnonzero(comparing_scatters(columns)).tolist()
+        if not scatters:
+            return fused
+        mains = np.array([main[home] if home != _NOWHERE else op for op, home in enumerate(found)])
+        fused = fused.copy()
+        for scatter in scatters:
+            inside = mains == scatter
+            made = np.flatnonzero(inside[columns.slot_ops] & ~columns.is_operand & ~fused)
+            if len(made) != 1:
+                continue
+            reads = np.flatnonzero(columns.is_operand & (columns.slot_values == columns.slot_values[made]))
+            readers = columns.slot_ops[reads].tolist()
+            if readers and all(self._products[op] and self._repeats[op] == self._repeats[scatter] for op in readers):
+                fused[made] = True
+                for op in np.flatnonzero(inside).tolist():
+                    found[op] = int(reads[0])
+        return fused
 
     def _before_main_ops(self, ops: IntArray) -> None:
         """Finds the chains that lead to a main op; one that leads to several belongs to the first."""

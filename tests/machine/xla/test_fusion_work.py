@@ -96,6 +96,41 @@ def test_a_widened_result_is_kept_narrow_for_several_readers():
     assert [ops(program, name)[0].work.moved for name in ("sin", "cos")] == [(NARROW, WIDE), (0.0, WIDE)]
 
 
+def loss(x, w, labels, wide):
+    logits = (x @ w).astype(wide)
+    return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, labels[:, None], -1)[:, 0]).sum()
+
+
+LABELS = jnp.zeros((512,), int)
+
+
+def test_logits_are_written_twice_by_their_product_and_read_narrow():
+    program = trace(lambda x, w: loss(x, w, LABELS, jnp.float32), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    rows = WIDE / 512
+    assert ops(program, "dot_general")[0].work.moved[2] == pytest.approx(NARROW + WIDE + rows)
+    assert all(is_inside(op) for name in ("convert_element_type", "reduce_max") for op in ops(program, name))
+    assert ops(program, "reduce_sum")[0].work.moved[0] == pytest.approx(NARROW + rows)
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(jnp.bfloat16, NARROW), (jnp.float32, WIDE)])
+def test_the_gradient_of_logits_is_made_in_the_products_that_read_it(dtype, bytes_each):
+    program = trace(jax.grad(lambda x, w: loss(x, w, LABELS, jnp.float32), (0, 1)), X.astype(dtype), W.astype(dtype))
+    assert is_inside(ops(program, "scatter-add")[0])
+    _, *gradients = ops(program, "dot_general")
+    reads = [max(dot.work.moved[:2]) for dot in gradients]
+    assert reads == pytest.approx([bytes_each] * 2, rel=0.01)
+
+
+def test_a_gradient_of_logits_that_others_read_too_is_written():
+    def step(x, w):
+        logits = x @ w
+        (gradient,) = jax.grad(lambda y: jnp.take_along_axis(y, LABELS[:, None], -1).sum(), (0,))(logits)
+        return x.T @ gradient, jnp.sort(gradient)
+
+    program = trace(step, X, W)
+    assert ops(program, "scatter-add")[0].work.moved[-1] == WIDE
+
+
 def test_parts_of_a_tensor_are_read_as_such():
     program = trace(lambda x, w: x[:, :128] @ w[:128], X, W)
     assert ops(program, "dot_general")[0].work.moved[:2] == (WIDE, WIDE)
