@@ -9,6 +9,7 @@ from spmdctx.machine.presets import topology
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.memory.tiles import filled_up, in_images, laid_out
+from tests.audit.compile_only import need_tpu
 from tests.road import trace
 
 MIB = 2**20
@@ -48,6 +49,25 @@ def test_images_have_more_of_the_chip_where_that_was_seen(device, has_more):
     assert found.total_bytes >= others.total_bytes
     plain = trace(lambda x: jnp.tanh(x @ x), jax.ShapeDtypeStruct((64, 64), "float32")).graph
     assert images_on_chip(plain, device, others) == others
+
+
+def test_short_lived_values_have_most_of_the_chip_on_v5e_alone():
+    parts = {device: OnChip.of(96 * MIB, device) for device in ("tpu-v5e", "tpu-v5e-measured", "tpu-v6e", "tpu-v5p")}
+    assert parts["tpu-v5e"] == parts["tpu-v5e-measured"] == (80 * MIB, 32 * MIB)
+    assert parts["tpu-v6e"] == parts["tpu-v5p"] == (32 * MIB, 96 * MIB // 9)
+
+
+@pytest.mark.parametrize("hidden", [2048, 3072])
+def test_a_value_that_v5e_holds_on_the_chip_takes_no_memory_when_compiled(hidden):
+    def between(x, into, out):
+        return jnp.tanh(x @ into) @ out
+
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2048, 256), (256, hidden), (hidden, 256))]
+    run = spmdctx.parallel(between, devices=need_tpu("v5e:2x4")[:1], parallel_mode="stand_alone")
+    compiled, plan = run.lower(*shapes).compile().memory_analysis(), run.plan(*shapes)
+    assert 4 * 2048 * hidden > 12 * MIB
+    assert compiled.temp_size_in_bytes < MIB
+    assert plan.cost.memory_bytes - compiled.argument_size_in_bytes - compiled.output_size_in_bytes < MIB
 
 
 def test_a_chip_that_holds_more_lowers_the_peak_by_what_it_holds():
