@@ -92,7 +92,7 @@ def check(problem: Problem, states: tuple[int, ...]) -> tuple[float, float | Non
     if problem.memory is None or not problem.memory.lives:
         return cost, None
     change = np.zeros(max(life.end for life in problem.memory.lives) + 1)
-    for node, start, end in problem.memory.lives:
+    for node, start, end, _ in problem.memory.lives:
         used = problem.memory.usages[node][states[node]]
         change[start] += used
         change[end] -= used

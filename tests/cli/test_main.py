@@ -134,7 +134,7 @@ def test_a_large_model_is_planned_into_the_memory_of_its_devices_by_default(caps
     machine = ["--device-num", "8", "--topology", "tpu-v5p"]
     _, data = _run(capsys, "plan", "--model", "llama2-7b", *machine)
     assert data["cost"]["memory_bytes"] <= PRESETS["tpu-v5p"].memory_bytes
-    assert data["gap"] < 0.012
+    assert data["gap"] < 0.01
     _, whole = _run(capsys, "plan", "--model", "llama2-7b", "--no-remat", *machine)
     assert whole["cost"]["memory_bytes"] > PRESETS["tpu-v5p"].memory_bytes
     assert [note for note in whole["notes"] if note.startswith("No plan on 8 devices fits in the 95.7 GiB of a tpu-v5p: each has at least")]

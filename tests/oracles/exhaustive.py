@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.evaluate import Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, sharing_ids, tied_with
-from spmdctx.cost.memory.lives import profile, step_memory
+from spmdctx.cost.memory.lives import compiled_memory, profile
 from spmdctx.cost.price import price
 from spmdctx.cost.roofline import compute_time_s, passing_values, written_s
 from spmdctx.cost.step import Step
@@ -74,10 +74,23 @@ class Optimum(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a slot is: its sharding, and the axes over which it is still unreduced."""
+    """Where a slot is: its sharding, and the axes over which it is still unreduced.
+
+    The compiler scatters a sum of unreduced terms that is stored as it is made, if its readers take slices; they read it `scattered`.
+    """
 
     sharding: TensorSharding
     unreduced: frozenset[str] = frozenset()
+    scattered: TensorSharding | None = None
+
+    @property
+    def source(self) -> TensorSharding:
+        """The sharding in which readers get it."""
+        return self.sharding if self.scattered is None else self.scattered
+
+    def serves(self, wanted: TensorSharding) -> bool:
+        """Whether a reader may take it in a sharding; none gathers what is scattered for it."""
+        return self.scattered is None or {*axes_of(self.scattered)} <= {*axes_of(wanted)}
 
 
 class Way(NamedTuple):
@@ -152,11 +165,10 @@ class _Everything:
         sums = loop_sums(graph)
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
         self.read_bytes = read_bytes(graph, topology)
-        fuses = topology.compiler.fuses_into_products
-        self.memory = step_memory(graph, scopes, conditions.donated, is_split=mesh.num_devices > 1, fuses_into_products=fuses)
+        self.memory = compiled_memory(graph, scopes, conditions.donated, topology.compiler, is_split=mesh.num_devices > 1)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
-        self.ways: dict[int, list[Way]] = {}
+        self.ways: dict[int, list[Way]] = {op.id: self._ways(op) for op in self.ops}
         self.sharing = sharing_ids(graph)
         self.uses: dict[tuple[int, int], list[TensorSharding]] = {}
         self.tables = Elimination()
@@ -237,7 +249,21 @@ class _Everything:
         if slot in self.sums:
             for axes in self._subsets():
                 found += [Place(one, axes) for one in known if not axes & {name for own in one for name in own}]
-        return found
+        return found + self._scattered(slot)
+
+    def _scattered(self, slot: int) -> list[Place]:
+        """Places of a sum that is scattered to its readers; not of what the step returns, nor of what is tied or pinned."""
+        maker = self.graph.producers.get(slot)
+        tied = {value for pair in self.graph.ties for value in pair}
+        if maker is None or slot in {*tied, *self.pinned, *self.graph.outputs}:
+            return []
+        op = self.graph.ops[maker]
+        found: dict[Place, None] = {}
+        for way in self.ways[op.id]:
+            if way.unreduced:
+                natural = project(op.rule.results[0], way.axes)
+                found |= {Place(natural, scattered=after): None for after, _ in self._reduced(op, slot, natural, way) if after != natural}
+        return list(found)
 
     def _subsets(self) -> list[frozenset[str]]:
         names = [name for name, size in self.mesh.axes if size > 1]
@@ -256,11 +282,13 @@ class _Everything:
                 shardings = self.uses[value, scope] = list(all_shardings(self.graph.values[value].shape, self.mesh))
                 self.tables.add_variable(("use", value, scope), len(shardings))
                 slot = self.slot_of[value]
-                table = self._moves(ops[0], value, [place.sharding for place in self.places[slot]], shardings)
+                places = self.places[slot]
+                table = self._moves(ops[0], value, [place.source for place in places], shardings)
+                table[[[not place.serves(one) for one in shardings] for place in places]] = np.inf
                 self.tables.add_table((("slot", slot), ("use", value, scope)), table * ops[0].repeats)
 
     def _add_op(self, op: Op) -> None:
-        ways = self.ways[op.id] = self._ways(op)
+        ways = self.ways[op.id]
         me = ("op", op.id)
         self.tables.add_variable(me, len(ways))
         seconds = [compute_time_s(self.graph, op, way.axes, self.mesh, self.topology) for way in ways]
@@ -299,11 +327,11 @@ class _Everything:
             self.tables.add_table((("use", *key), ("op", op.id)), self._moves(op, value, self.uses[key], wanted) * op.repeats)
             return
         places = self.places[self.slot_of[value]]
-        table = self._moves(op, value, [place.sharding for place in places], wanted) * read_repeats(self.graph, op)
+        table = self._moves(op, value, [place.source for place in places], wanted) * read_repeats(self.graph, op)
         for row, place in enumerate(places):
             for column, way in enumerate(ways):
                 taken = way.unreduced if value in self.sums else frozenset()
-                if place.unreduced != taken or (taken and place.sharding != wanted[column]):
+                if place.unreduced != taken or (taken and place.sharding != wanted[column]) or not place.serves(wanted[column]):
                     table[row, column] = np.inf
         self.tables.add_table((("slot", self.slot_of[value]), ("op", op.id)), table)
 
@@ -315,7 +343,10 @@ class _Everything:
         row = []
         for place in self.places[self.slot_of[value]]:
             if place.unreduced:
-                row.append(0.0 if (natural, partial) == place else float("inf"))
+                row.append(0.0 if (natural, partial) == place[:2] else float("inf"))
+            elif place.scattered is not None:
+                here = [seconds for after, seconds in ways if way.unreduced and (natural, after) == (place.sharding, place.scattered)]
+                row.append(min(here, default=float("inf")))
             else:
                 fitting = [one for one in ways if leads_to(op, own, natural, one[0], place.sharding)]
                 row.append(min(seconds + self._reshard(value, after, place.sharding, is_made=True) for after, seconds in fitting))

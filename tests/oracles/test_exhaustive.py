@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from spmdctx.cost.evaluate import all_shardings, evaluate
-from spmdctx.cost.memory.lives import step_memory
+from spmdctx.cost.memory.lives import compiled_memory
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
@@ -95,9 +95,9 @@ def test_a_minor_factor_is_split_only_where_the_major_one_is_split_completely():
 
 
 def test_a_budget_is_kept_by_what_is_stored():
-    step, machine = _two_ops(), random_machine(0)
+    step, machine = _two_ops(), random_machine(2)
     free = exhaustive(step.graph, step.scopes, step.from_literals, TWO, machine)
-    lives = step_memory(step.graph, step.scopes).lives
+    lives = compiled_memory(step.graph, step.scopes, frozenset(), machine.compiler).lives
 
     def peak(assignment):
         sizes = [local_bytes(value, own, TWO) for value, own in zip(step.graph.values, assignment.values, strict=True)]
@@ -106,7 +106,7 @@ def test_a_budget_is_kept_by_what_is_stored():
     budget = sum(local_bytes(value, ((),) * 2, TWO) for value in step.graph.values[:2]) // 2 + 64
     kept = exhaustive(step.graph, step.scopes, step.from_literals, TWO, machine, Conditions(memory_bytes=budget))
     assert peak(kept.assignment) <= budget < peak(free.assignment)
-    assert kept.cost_s >= free.cost_s
+    assert kept.cost_s >= free.cost_s * (1 - 1e-12)
 
 
 def test_nothing_is_found_where_nothing_fits():

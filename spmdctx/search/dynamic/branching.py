@@ -92,6 +92,10 @@ def cheapest_accepted(
                     return Accepted(best, min(bound, left, cost), is_cut=True)
             solved += 1
             found = solve(own)
+            if isinstance(found, Infeasible) and not found.is_proven and is_over():
+                # The work ended in the midst of this part, which is lost unless the caller allows more.
+                best, cost = _cheapest(queue, cost, accept) or (best, cost)
+                found = found if is_over() else solve(own)
             if isinstance(found, Solution):
                 heapq.heappush(queue, (max(bound, found.lower_bound), solved, found, own))
             elif not found.is_proven:

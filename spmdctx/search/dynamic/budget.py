@@ -17,7 +17,7 @@ from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import Attempt, Effort, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.allowance import Allowance
@@ -71,6 +71,7 @@ class Budget:
         fastest_peak: peak of the fastest plan of all.
 
     `spent` are the additions of all attempts, `fitting` the states of the plans that were found, by mesh, and `costs_s` their costs.
+    `prices` are the last prices of memory that were found on any mesh; they are mostly near those of the next.
     """
 
     def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
@@ -79,6 +80,7 @@ class Budget:
         self.memory_bytes = options.memory_bytes or 0
         self.spread = 0.0 if options.is_likely else spread_on(formulation.topology.device).least_share(self.memory_bytes)
         self.spent = self._before = 0.0
+        self.prices: tuple[tuple[int, float], ...] = ()
         self.fitting: dict[LogicalMesh, Sequence[int]] = {}
         self.costs_s: dict[LogicalMesh, float] = {}
         self._ends: dict[LogicalMesh, tuple[Standing, Found | Shortfall | Beaten]] = {}
@@ -88,8 +90,8 @@ class Budget:
         return self.formulation.peak_of(found, is_likely=self.options.is_likely)
 
     def begin(self, schedule: Schedule) -> None:
-        """Takes another schedule, whose work is limited by itself."""
-        self.schedule, self._before = schedule, self.spent
+        """Takes another schedule, whose work is limited by itself, and which finds what it finds alone."""
+        self.schedule, self._before, self.prices = schedule, self.spent, ()
 
     def left(self, additions: float) -> float:
         """Returns what is left of the additions that a schedule may make."""
@@ -128,7 +130,7 @@ class Budget:
             self.spent += run.allowance.spent + _ATTEMPT_WORK
             if isinstance(result, Shortfall) and isinstance(later, Shortfall):
                 later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
-            result = _better(result, later, known_s)
+            result = better(result, later, known_s)
             standing = _standing(result, known_s, has_run_out=run.has_run_out)
             if run.fitting:
                 self.fitting[own] = run.fitting
@@ -148,11 +150,12 @@ class Budget:
             return Shortfall(op_at(memory, least.time), alive, alive, fastest, is_proven=True, lower_bound_s=math.inf)
         solution = solver(limited)
         if isinstance(solution, Solution):
+            self.prices = solution.prices or self.prices
             return solution
         bound_s = 0.0 if solution.is_proven else solution.lower_bound
         if math.isinf(solution.smallest_limit):
             # The bytes of the fastest plan are the only limit known to suffice.
-            return _short_of(self.fastest_peak, fastest, bound_s)
+            return short_of(self.fastest_peak, fastest, bound_s)
         alive, enough = int(solution.least_usage + spare), int(solution.smallest_limit + spare)
         return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
 
@@ -226,7 +229,7 @@ class _Run:
         memory, only_stored, spread = self._formulation.memory, self._effort.only_stored, self._budget.spread
         limited = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
-        if self.allowance.is_spent():
+        if self.allowance.is_spent() and not self._is_near(solution):
             return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
@@ -244,6 +247,10 @@ class _Run:
             return None
         return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
 
+    def _is_near(self, solution: Solution | Shortfall) -> bool:
+        """Returns whether the solver ended with a solution that is near enough to its bound, not for want of work."""
+        return isinstance(solution, Solution) and solution.cost - solution.lower_bound <= max(self._tolerance, SAME_COST) * solution.cost
+
     def _keep(self, solution: Solution) -> None:
         """Keeps the choices of a solution, from which the next limit starts."""
         count = len(self._mesh.tables.choices)
@@ -257,7 +264,8 @@ class _Run:
             if self.allowance.is_spent():
                 return Infeasible(-1, math.inf, math.inf, is_proven=False, lower_bound=0.0)
             starts = [states for states in (self._mesh.start(), *self._mesh.starts, *self._last) if len(states)]
-            return how(problem, known=Known(tuple(completed(limited, states) for states in starts), self._bound_s) if starts else None)
+            choices = tuple(completed(limited, states) for states in starts)
+            return how(problem, known=Known(choices, self._bound_s, self._budget.prices) if choices else None)
 
         return solver
 
@@ -289,7 +297,7 @@ class _Run:
 
     def _short_of_all(self) -> Shortfall:
         nearest = self._nearest if self._nearest.bytes else self._budget.fastest_peak
-        return _short_of(nearest, self._mesh.fastest, self._bound_s)
+        return short_of(nearest, self._mesh.fastest, self._bound_s)
 
     def _short(self, shortfall: Shortfall) -> Found | Shortfall | None:
         """Goes on at a higher limit, unless the whole budget is too small."""
@@ -318,9 +326,8 @@ class _Run:
 
         Only the first problem that is worth it gets the level, which then stays.
         """
-        is_proven = solution.cost - solution.lower_bound <= max(self._tolerance, SAME_COST) * solution.cost
         is_first = self._effort.proves and self._level == self._effort.level
-        if is_proven or not is_first or not may_be_proven(solution, self._level + 1):
+        if self._is_near(solution) or not is_first or not may_be_proven(solution, self._level + 1):
             return False
         self._level += 1
         return True
@@ -353,7 +360,7 @@ class _Run:
             if best.found is None and self.allowance.is_spent():
                 return self._cut(solution)
             if not best.is_cut:
-                return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
+                return short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
             self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
         high = counted_bytes(limited, solution.states)
         limits.lower_to(high, self._budget.memory_bytes - (peak.bytes - high))
@@ -377,23 +384,10 @@ class _Run:
 
     def _out_of_limits(self) -> Found | Shortfall:
         self.has_run_out = self._seen is None
-        return _short_of(self._nearest, self._mesh.fastest, self._bound_s) if self._seen is None else self._seen
-
-
-def _better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall | Beaten, known_s: float) -> Found | Shortfall | Beaten:
-    """Returns the better result of two attempts; the bounds of both hold."""
-    if not isinstance(earlier, Found) or (isinstance(later, Found) and later.cost_s <= earlier.cost_s):
-        return later
-    bound_s = max(earlier.lower_bound_s, later.lower_bound_s)
-    return Beaten(bound_s) if bound_s >= known_s else earlier._replace(lower_bound_s=min(bound_s, earlier.cost_s))
+        return short_of(self._nearest, self._mesh.fastest, self._bound_s) if self._seen is None else self._seen
 
 
 def _standing(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out: bool) -> Standing:
     cost_s = result.cost_s if isinstance(result, Found) else math.inf
     is_settled = isinstance(result, Beaten) or (isinstance(result, Shortfall) and result.is_proven)
     return Standing(known_s, cost_s, result.lower_bound_s, is_begun=True, is_settled=is_settled, has_run_out=has_run_out)
-
-
-def _short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
-    """Returns the shortfall if no plan was found; `nearest` is the lowest peak seen."""
-    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)

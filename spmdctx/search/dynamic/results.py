@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from spmdctx.cost.memory.lives import Peak
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
@@ -128,3 +129,16 @@ class Search(Protocol):
     def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan on the mesh of a set-up, if there is one below `known_s`."""
         ...
+
+
+def better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall | Beaten, known_s: float) -> Found | Shortfall | Beaten:
+    """Returns the better result of two attempts; the bounds of both hold."""
+    if not isinstance(earlier, Found) or (isinstance(later, Found) and later.cost_s <= earlier.cost_s):
+        return later
+    bound_s = max(earlier.lower_bound_s, later.lower_bound_s)
+    return Beaten(bound_s) if bound_s >= known_s else earlier._replace(lower_bound_s=min(bound_s, earlier.cost_s))
+
+
+def short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
+    """Returns the shortfall if no plan was found; `nearest` is the lowest peak seen."""
+    return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)

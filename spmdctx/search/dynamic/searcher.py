@@ -309,7 +309,7 @@ class Budgets:
 
         def search(setup: Setup, best: Found | None, *, is_later: bool) -> Found | None:
             mesh = setup.mesh
-            known_s = float("inf") if best is None else best.cost_s * (1 - schedule.enough)
+            known_s = float("inf") if best is None else best.cost_s / (1 + schedule.enough)
             if best is not None and (schedule.stops_at_first or bounds[mesh] >= known_s):
                 return best
             begun.append(setup)

@@ -12,6 +12,7 @@ adds the chip's bytes to the limit; the second leaves out the values that may be
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
@@ -47,7 +48,8 @@ def with_memory(
     """Returns the problem with the budget `limit` in bytes; its states begin with those of the problem without a budget.
 
     The problem counts values as they are stored. Unless `only_stored`, it also counts gathered copies, and the copies of `passing`. What
-    is no argument counts more by the share `spread`. The chip's share (`on_chip`), `spread` included, is part of the limit.
+    is no argument counts more by the share `spread`; so does the next value of an argument, which is in the same slot. The chip's share
+    (`on_chip`), `spread` included, is part of the limit.
     """
     builder = _RowBuilder(tables, problem, spread)
     builder.add_values(memory)
@@ -98,8 +100,8 @@ def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
     memory = problem.memory
     if memory is None or not memory.lives:
         return 0.0
-    lives = np.array([(start, end) for _, start, end in memory.lives], dtype=np.int64)
-    sizes = np.array([memory.usages[node][states[node]] for node, _, _ in memory.lives])
+    lives = np.array([(start, end) for _, start, end, _ in memory.lives], dtype=np.int64)
+    sizes = np.array([share * memory.usages[node][states[node]] for node, _, _, share in memory.lives])
     change = np.zeros(lives[:, 1].max() + 1)
     np.add.at(change, lives[:, 0], sizes)
     np.subtract.at(change, lives[:, 1], sizes)
@@ -111,8 +113,8 @@ def least_peak(problem: Problem) -> Peak:
     memory = problem.memory
     if memory is None or not memory.lives:
         return Peak(0, 0)
-    lives = np.array(memory.lives, dtype=np.int64)
-    least = np.array([usage.min() for usage in memory.usages])[lives[:, 0]]
+    lives = np.array([life[:3] for life in memory.lives], dtype=np.int64)
+    least = np.array([usage.min() for usage in memory.usages])[lives[:, 0]] * [life.share for life in memory.lives]
     change = np.zeros(lives[:, 2].max() + 1)
     np.add.at(change, lives[:, 1], least)
     np.subtract.at(change, lives[:, 2], least)
@@ -142,7 +144,7 @@ class _RowBuilder:
         self._tables, self._network, self._space = tables, tables.network, tables.space
         self._costs, self._edges = list(problem.costs), list(problem.edges)
         self._usages: list[FloatArray | None] = [None] * len(problem.costs)
-        self._spread, self._arguments = spread, set[int]()
+        self._share = 1 + spread
         self._auxiliary: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
         self._slices: dict[tuple[object, ...], BoolArray] = {}
@@ -154,9 +156,6 @@ class _RowBuilder:
     def problem(self, limit: float) -> Problem:
         """Builds the problem from all that was added."""
         nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
-        if self._spread:
-            # A node that is an argument in one layer and none in another counts as one: rows are a lower bound.
-            nothing = [usage if node in self._arguments else usage * (1 + self._spread) for node, usage in enumerate(nothing)]
         return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
 
     def add_rows_off_chip(self, memory: StepMemory) -> None:
@@ -164,31 +163,31 @@ class _RowBuilder:
         num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology, self._space.graph)
         if not chip.total_bytes or not self._lives:
             return
-        table = np.array(self._lives, dtype=np.int64)
+        table = np.array([life[:3] for life in self._lives], dtype=np.int64)
         least = np.array([0.0 if usage is None else usage.min() for usage in self._usages])[table[:, 0]]
         stays = ~(is_short(table[:, 1], table[:, 2] - 1, num_ops) & (least <= chip.largest_bytes))
+        kept = list(compress(self._lives, stays.tolist()))
         self._costs.append(np.zeros(1))
         self._usages.append(np.array([float(chip.total_bytes)]))
-        self._lives.append(Life(len(self._costs) - 1, num_ops, 2 * num_ops))
-        self._lives += [Life(node, start + num_ops, end + num_ops) for node, start, end in table[stays].tolist()]
+        self._live(len(self._costs) - 1, num_ops, 2 * num_ops)
+        self._lives += [Life(node, start + num_ops, end + num_ops, share) for node, start, end, share in kept]
 
     def add_values(self, memory: StepMemory) -> None:
         """Adds every value that exists in memory, where it is stored."""
         network, space = self._network, self._space
-        arguments = frozenset(space.graph.inputs)
+        arguments = set(space.graph.inputs)
         for value, start, end in memory.lives:
             slot = space.slot_of[value]
             if slot in space.free_slots:
                 continue
             slot_class = network.folded.slot_class[slot]
             if slot_class < 0:
-                unread = self._unread_node(value)
-                self._arguments.add(unread)
-                self._lives.append(Life(unread, start, end + 1))
+                self._lives.append(Life(self._unread_node(value), start, end + 1))
                 continue
             node = network.slot_nodes[slot_class]
-            if value in arguments:
-                self._arguments.add(node)
+            # Each argument counts as one once; what else lives of it are copies.
+            share = 1.0 if value in arguments else self._share
+            arguments.discard(value)
             usage = self._usages[node]
             if usage is None or (memory.narrow[value] and space.topology.compiler.narrows_matrix_operands):
                 size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(
@@ -196,7 +195,11 @@ class _RowBuilder:
                 )
                 # Members of a class may be kept in different types.
                 self._usages[node] = size if usage is None else np.minimum(usage, size)
-            self._lives.append(Life(node, start, end + 1))
+            self._lives.append(Life(node, start, end + 1, share))
+
+    def _live(self, node: int, start: int, end: int) -> None:
+        """Adds a life of what is no argument."""
+        self._lives.append(Life(node, start, end, self._share))
 
     def _bytes(self, value: int, numbers: IntArray | None) -> FloatArray:
         """Returns one device's bytes of a value for each of the sharding `numbers`; without numbers, for its whole domain."""
@@ -237,7 +240,7 @@ class _RowBuilder:
                 continue
             times = [reader.time for reader in readers[key]]
             first, last = (frozenset(own[1:] for own in readers[key] if own.time == time) for time in (min(times), max(times)))
-            self._lives.append(Life(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1))
+            self._live(self._gathered_node(node, key[0], (first, last)), min(times), max(times) + 1)
 
     def _gathered_node(self, node: int, value: int, ends: tuple[_Readers, _Readers]) -> int:
         """Adds the node of a use's gathered copy.
@@ -264,7 +267,8 @@ class _RowBuilder:
         for carry in passing:
             if isinstance(carry, Source):
                 partial = self._partial_node(carry, memory)
-                self._lives += [Life(partial, memory.runs[op], memory.times[op] + 1) for op in folded.op_members[carry.node]]
+                for op in folded.op_members[carry.node]:
+                    self._live(partial, memory.runs[op], memory.times[op] + 1)
                 continue
             value = self._network.carries[carry].value
             into_op = nodes[carry.target].sort == "op"
@@ -277,10 +281,11 @@ class _RowBuilder:
                     # Ops that run together may read one copy.
                     taken = ops[op].operands[carry.position] if into_op else ops[op].results[carry.source.result]
                     if seen.setdefault((taken, memory.times[op]), op) == op:
-                        self._lives.append(Life(copy, memory.times[op], memory.times[op] + 1))
+                        self._live(copy, memory.times[op], memory.times[op] + 1)
             if not into_op:
                 made = self._made_node(carry, value)
-                self._lives += [Life(made, memory.runs[op], memory.runs[op] + 1) for op in members]
+                for op in members:
+                    self._live(made, memory.runs[op], memory.runs[op] + 1)
 
     def _copy_node(self, carry: Carry, value: int, into_op: bool) -> int:
         """Adds the node of the copy that the target of an edge makes.

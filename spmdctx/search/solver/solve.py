@@ -58,6 +58,7 @@ def solve(
     search = _search(effort, tolerance, cutoff, deadline)
     graph = CostGraph.of(problem.costs, problem.edges, Pool(allowance))
     met: tuple[tuple[int, ...], ...] = ()
+    prices: tuple[tuple[int, float], ...] = ()
     with np.errstate(invalid="ignore"):
         if not supported(graph):
             return HOPELESS
@@ -70,10 +71,11 @@ def solve(
             within = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known), cutoff)
             found = within.run()
             met = tuple([tuple(graph.complete(states)) for states in within.met])
+            prices = rows.at_times(within.prices)
         else:
             found = None
     solution = _solution(problem, graph, found, search)
-    return solution._replace(met=met) if met and isinstance(solution, Solution) else solution
+    return solution._replace(met=met, prices=prices) if isinstance(solution, Solution) else solution
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:
@@ -147,7 +149,7 @@ def _solution(problem: Problem, graph: CostGraph, found: Minimum | Infeasible | 
 
 def _present(graph: CostGraph, rows: Rows, known: Known) -> Known:
     """Translates the known choices to present states."""
-    return Known(tuple(_choice_in(graph, rows, states) for states in known.choices), known.lower_bound)
+    return known._replace(choices=tuple(_choice_in(graph, rows, states) for states in known.choices))
 
 
 def _choice_in(graph: CostGraph, rows: Rows, choice: tuple[int, ...]) -> tuple[int, ...]:

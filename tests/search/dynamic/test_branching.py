@@ -54,6 +54,22 @@ def test_work_that_is_allowed_once_a_solution_is_known_is_used_for_a_cheaper_one
     assert (best.found and best.found.cost, best.is_cut) == (cost, cost is None)
 
 
+def test_a_part_in_whose_midst_the_work_ends_is_solved_again_once_more_is_allowed():
+    solved, accepted = [], []
+
+    def accept(solution):
+        accepted.append(solution.cost in (3, 4))
+        return accepted[-1]
+
+    def cut(problem):
+        solved.append(problem)
+        # The fifth problem has the solution of 3.
+        return Infeasible(0, 0.0, 1.0, is_proven=False, lower_bound=1.0) if len(solved) == 5 else solve(problem)
+
+    best = _best(accept, solver=cut, is_over=lambda: len(solved) >= 5 and not any(accepted))
+    assert (best.found.cost, best.lower_bound, best.is_cut) == (3, 3, False)
+
+
 @pytest.mark.parametrize("least", range(13))
 def test_what_is_found_with_less_work_is_found_with_more_or_something_cheaper(least):
     found = [_best(lambda solution: solution.cost >= least, work=work).found for work in range(0, 120, 12)]

@@ -34,7 +34,7 @@ def random_problem(seed, max_nodes=6, max_states=3, with_memory=True, shared_tab
     lives = []
     for _ in range(int(random.integers(0, 2 * num_nodes + 1))):
         start, end = sorted(int(time) for time in random.integers(0, NUM_TIMES + 1, 2))
-        lives.append(Life(int(random.integers(0, num_nodes)), start, end))
+        lives.append(Life(int(random.integers(0, num_nodes)), start, end, 1.5 if len(lives) % 5 == 4 else 1.0))
     memory = Memory(usages, tuple(lives), float(random.integers(1, 40))) if with_memory else None
     return Problem(tuple(costs), tuple(edges), memory)
 
@@ -57,7 +57,7 @@ def usage_of(problem, states):
     if memory is None:
         return [0.0]
     return [
-        float(sum(memory.usages[node][states[node]] for node, start, end in memory.lives if start <= time < end))
+        float(sum(share * memory.usages[node][states[node]] for node, start, end, share in memory.lives if start <= time < end))
         for time in range(max((life.end for life in memory.lives), default=1))
     ]
 

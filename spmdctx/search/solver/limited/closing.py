@@ -44,8 +44,8 @@ def enumerate_choices(graph: CostGraph, rows: Rows) -> Enumerated | None:
             if node < other:
                 costs += spread(graph.table(node, other), place[node], place[other])
         used = spread(rows.usages[node][graph.origin[node]], place[node])
-        for first, last, count in rows.ranges[node]:
-            usage[first:last] += count * used
+        for first, last, times in rows.ranges[node]:
+            usage[first:last] += times * used
     return Enumerated(nodes, shape, costs.reshape(-1), usage.reshape(len(rows.times), -1))
 
 

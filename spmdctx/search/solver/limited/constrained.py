@@ -188,7 +188,8 @@ class Constrained:
             for states in known.choices:
                 self._offer_repaired(states)
             self._raise(known.lower_bound)
-            if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known.choices)):
+            self._offer_flipped(known.choices)
+            if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known)):
                 return
         ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)
         ascent.start()
@@ -210,7 +211,7 @@ class Constrained:
         self._raise(ascent.bound + self.graph.base)
         self.active = np.flatnonzero(self.prices).tolist()
 
-    def _by_planes(self, known: Sequence[Sequence[int]]) -> bool:
+    def _by_planes(self, known: Known) -> bool:
         """Finds prices by exact minima; returns whether no other prices give a much better bound."""
         prices = WidePrices(self.graph, self.amounts, self.search, self.bound, known)
         if self.best is not None:
@@ -219,7 +220,7 @@ class Constrained:
         for _ in range(PLANES):
             at, most = prices.step()
             self.prices, self.active = prices.best, prices.active
-            if most - prices.bound <= max(tolerance / 4, 1e-9) * abs(most):
+            if np.isfinite(most) and most - prices.bound <= max(tolerance / 4, 1e-9) * abs(most):
                 break
             known_cost = np.inf if self.best is None else self.best.cost * (1 - max(tolerance, EQUAL))
             choice = None if self.search.expired() else prices.evaluate_below(at, min(self.cutoff, known_cost))
@@ -230,9 +231,8 @@ class Constrained:
             self._raise(prices.bound)
             if self.bound >= self.cutoff or self._gap() <= max(tolerance, EQUAL):
                 break
-        if not self._is_proven():
-            choices = sorted(prices.choices, key=lambda choice: choice.cost)
-            self._offer_flipped([choice.states for choice in choices if np.isfinite(choice.cost)])
+        choices = sorted(prices.choices, key=lambda choice: choice.cost)
+        self._offer_flipped([choice.states for choice in choices if np.isfinite(choice.cost)])
         return True
 
     def _polish(self) -> None:
@@ -338,9 +338,9 @@ class Constrained:
             self._offer(found.states)
 
     def _offer_flipped(self, choices: Sequence[Sequence[int]]) -> None:
-        """Offers the best choice with parts of the others."""
+        """Offers the best choice with parts of the others: little work, so also where the gap is small enough, but not zero."""
         for states in choices:
-            if self.best is not None:
+            if self.best is not None and self.bound < self.cutoff and self._gap() > EQUAL:
                 found = self._assignment(self.best.states)
                 found.flip(states)
                 found.improve(self.search.expired)

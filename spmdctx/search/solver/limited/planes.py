@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +10,7 @@ from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.search.solver.limited.lagrange import Candidate, Prices, priced
 from spmdctx.search.solver.limited.selection import Amounts
 from spmdctx.search.solver.problem.graph import CostGraph
+from spmdctx.search.solver.problem.problem import Known
 from spmdctx.search.solver.unlimited.dual import Dual, Resumed
 from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, SolverRun
 
@@ -21,26 +21,32 @@ FINE = 0.05
 LEAST_TOLERANCE = 1e-5
 LOOSE = 0.002
 """The gap of a minimum, relative to its cost, from which on prices by messages are the better way."""
+MOST_MISSED = 2
+"""Such minima one after the other; the prices after the first are mostly better."""
 _HIGHEST = 30.0
 """Multiple of the range of all costs that half of the limit may cost at most."""
 
 
 class WidePrices(Prices):
-    """Cutting planes of a wide graph.
+    """Cutting planes of a wide graph."""
 
-    `is_loose` says that a minimum could not be found in the effort's time, so that further ones are not worth it.
-    """
-
-    def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun, bound: float, known: Sequence[Sequence[int]]) -> None:
-        """Starts from a bound and from choices that are known."""
+    def __init__(self, graph: CostGraph, amounts: Amounts, search: SolverRun, bound: float, known: Known) -> None:
+        """Starts from a bound, and from the choices and prices that are known."""
         tolerance = max(FINE * search.tolerance, LEAST_TOLERANCE)
         fine = replace(search, effort=EFFORT, work=WORK // 4, rounds=len(SWEEPS), tolerance=tolerance, keeps_states=True)
         super().__init__(graph, amounts, fine)
-        self.bound, self.is_loose = bound, False
+        self.bound, self._missed = bound, 0
         self._before: Dual | None = None
         self._places: list[IntArray] = [np.arange(int(origin[-1]) + 1 if len(origin) else 0) for origin in graph.origin]
-        for states in known:
+        for states in known.choices:
             self.add(list(states))
+        self._first = amounts.rows.of_times(known.prices)
+        self.active += [row for row in np.flatnonzero(self._first).tolist() if row not in self.active]
+
+    @property
+    def is_loose(self) -> bool:
+        """Returns whether the last minima could not be found in the effort's time, so that further ones are not worth it."""
+        return self._missed >= MOST_MISSED
 
     def evaluate_below(self, prices: FloatArray, enough: float) -> Candidate | None:
         """Returns the best choice at prices, which may raise the bound, or a good one if the bound is `enough`; None if there is none."""
@@ -53,11 +59,15 @@ class WidePrices(Prices):
             return None
         self.search.count("prices", 1)
         self.raise_bound(prices, found.bound)
-        self.is_loose = self.bound < enough and found.cost - found.bound > LOOSE * abs(found.cost)
+        was_missed = self.bound < enough and found.cost - found.bound > LOOSE * abs(found.cost)
+        self._missed = self._missed + 1 if was_missed else 0
         return self.add(found.states)
 
     def step(self) -> tuple[FloatArray, float]:
         """Returns the next prices to try, and the most that the bound can rise to."""
+        if self._first.any():
+            first, self._first = self._first, np.zeros(len(self._first))
+            return first, np.inf
         limit, unit = self.amounts.rows.limit, self.amounts.rows.unit
         costs = np.array([choice.cost for choice in self.choices])
         slopes = np.array([(choice.usage[self.active] - limit) / unit for choice in self.choices])

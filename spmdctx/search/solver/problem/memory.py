@@ -13,13 +13,17 @@ from spmdctx.search.solver.problem.problem import Memory
 ROUNDING = 1e-12
 """The share of the limit by which a usage may exceed it through rounding."""
 
+_DIGITS = 12
+"""Digits to which counts of lives are rounded."""
+
 
 class Rows:
-    """The memory constraints of a problem. The lives of a node are cut into pieces that do not overlap, each with a count of lives.
+    """The memory constraints of a problem. The lives of a node are cut into pieces that do not overlap, each with a count.
 
     Attributes:
         times: A time of each row, ascending.
-        nodes, firsts, lasts, counts: For each piece its node, its rows `firsts <= row < lasts`, and how often it counts.
+        nodes, firsts, lasts, counts: For each piece its node, its rows `firsts <= row < lasts`, and how often it counts, which is the
+            sum of the shares of its lives.
         limit: The most usage per row.
         usages: Usage by node and original state.
         live: Whether a node has any row.
@@ -31,15 +35,18 @@ class Rows:
         """Makes the rows that some choice among the `possible` states of each node violates."""
         self.limit = float(memory.limit)
         self.usages = memory.usages
-        lives = np.array([(node, start, end) for node, start, end in memory.lives if start < end], dtype=np.int64).reshape(-1, 3)
+        kept = [life for life in memory.lives if life.start < life.end]
+        lives = np.array([(node, start, end) for node, start, end, _ in kept], dtype=np.int64).reshape(-1, 3)
+        shares = np.array([life.share for life in kept])
         self.nodes, starts, ends = np.ascontiguousarray(lives.T)
         self.times = _maximal(starts, ends)
         self.firsts, self.lasts = self._placed(starts, ends)
         most = np.array([memory.usages[node][states].max() if len(states) else 0.0 for node, states in enumerate(possible)])
-        self.times = self.times[self._summed(most[self.nodes]) > self.most]
-        self.ranges = _merged(self.nodes, *self._placed(starts, ends), len(possible))
-        flat = [(node, *piece) for node, pieces in enumerate(self.ranges) for piece in pieces]
-        self.nodes, self.firsts, self.lasts, self.counts = np.ascontiguousarray(np.array(flat, dtype=np.int64).reshape(-1, 4).T)
+        self.times = self.times[self._summed(most[self.nodes] * shares) > self.most]
+        self.ranges = _merged(self.nodes, *self._placed(starts, ends), shares, len(possible))
+        flat = [(node, first, last) for node, pieces in enumerate(self.ranges) for first, last, _ in pieces]
+        self.nodes, self.firsts, self.lasts = np.ascontiguousarray(np.array(flat, dtype=np.int64).reshape(-1, 3).T)
+        self.counts = np.array([count for pieces in self.ranges for _, _, count in pieces])
         self.live = [bool(pieces) for pieces in self.ranges]
         self.priced = tuple(usage if live else None for usage, live in zip(self.usages, self.live, strict=True))
 
@@ -70,6 +77,18 @@ class Rows:
         """Returns the excess of the rows' usage over the limit, at most 0 if it fits."""
         return float((usage - self.most).max(initial=-np.inf))
 
+    def at_times(self, prices: FloatArray) -> tuple[tuple[int, float], ...]:
+        """Returns the prices of rows that have one, each behind the row's time."""
+        rows = np.flatnonzero(prices)
+        return tuple(zip(self.times[rows].tolist(), prices[rows].tolist(), strict=True))
+
+    def of_times(self, known: Sequence[tuple[int, float]]) -> FloatArray:
+        """Returns prices per row for those of times, which another problem's rows may have; each goes to the last row up to its time."""
+        prices = np.zeros(len(self.times))
+        for time, price in known:
+            prices[max(int(np.searchsorted(self.times, time, side="right")) - 1, 0)] += price
+        return prices
+
     def weights(self, prices: FloatArray) -> FloatArray:
         """Returns the price of one unit of usage of each node, given prices per row."""
         summed = np.concatenate([[0.0], np.cumsum(prices)])
@@ -85,21 +104,25 @@ def _maximal(starts: IntArray, ends: IntArray) -> IntArray:
     return times[np.unique(bounds)]
 
 
-def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, num_nodes: int) -> list[list[tuple[int, int, int]]]:
+_Piece = tuple[int, int, float]
+
+
+def _merged(nodes: IntArray, firsts: IntArray, lasts: IntArray, shares: FloatArray, num_nodes: int) -> list[list[_Piece]]:
     """Returns the pieces of each node, without the lives that have no row."""
-    lives: list[list[tuple[int, int]]] = [[] for _ in range(num_nodes)]
-    for node, first, last in zip(nodes.tolist(), firsts.tolist(), lasts.tolist(), strict=True):
+    lives: list[list[_Piece]] = [[] for _ in range(num_nodes)]
+    for node, first, last, share in zip(nodes.tolist(), firsts.tolist(), lasts.tolist(), shares.tolist(), strict=True):
         if first < last:
-            lives[node].append((first, last))
-    return [[(*ranges[0], 1)] if len(ranges) == 1 else _pieces(ranges) for ranges in lives]
+            lives[node].append((first, last, share))
+    return [ranges if len(ranges) == 1 else _pieces(ranges) for ranges in lives]
 
 
-def _pieces(ranges: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Cuts ranges wherever one starts or ends, and counts the ranges that cover each piece."""
-    change: dict[int, int] = {}
-    for first, last in ranges:
-        change[first] = change.get(first, 0) + 1
-        change[last] = change.get(last, 0) - 1
+def _pieces(ranges: list[_Piece]) -> list[_Piece]:
+    """Cuts ranges wherever one starts or ends, and sums the shares of those that cover each piece."""
+    change: dict[int, float] = {}
+    for first, last, share in ranges:
+        change[first] = change.get(first, 0.0) + share
+        change[last] = change.get(last, 0.0) - share
     cuts = sorted(change)
-    counts = accumulate(map(change.__getitem__, cuts))
+    # Shares that were added and taken off again leave a trifle.
+    counts = [round(count, _DIGITS) for count in accumulate(map(change.__getitem__, cuts))]
     return [(first, last, count) for (first, last), count in zip(pairwise(cuts), counts, strict=False) if count]

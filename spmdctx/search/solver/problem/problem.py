@@ -3,7 +3,7 @@
 Choose one state `x_v` for every node `v`:
 
     minimise    sum_v costs[v][x_v]  +  sum_e tables[e][x_left(e), x_right(e)]
-    subject to  for every time t:  sum of usages[v][x_v] over the lives (v, start, end) with start <= t < end   <=  limit
+    subject to  for every time t:  sum of share * usages[v][x_v] over the lives (v, start, end, share) with start <= t < end  <=  limit
 
 Infinite costs forbid a state or a pair of states.
 """
@@ -28,11 +28,12 @@ class Edge(NamedTuple):
 
 
 class Life(NamedTuple):
-    """Node `node` occupies its usage at all times `start <= t < end`. A node may have several lives, also at one time."""
+    """Node `node` occupies `share` times its usage at all times `start <= t < end`. A node may have several lives, also at one time."""
 
     node: int
     start: int
     end: int
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,17 +55,21 @@ class Problem:
 
 
 class Known(NamedTuple):
-    """Choices of states to start from, which need not fit the memory, and a lower bound on the cost of every choice."""
+    """Choices of states to start from, which need not fit the memory, and a lower bound on the cost of every choice.
+
+    `prices` are times at which memory may bind, each with the cost of one unit of usage, as a like problem's solution has them.
+    """
 
     choices: tuple[tuple[int, ...], ...]
     lower_bound: float
+    prices: tuple[tuple[int, float], ...] = ()
 
 
 class Solution(NamedTuple):
     """A state per node, its cost, and a lower bound on the cost of every feasible choice.
 
     `counts` describes the solver's work (states discarded by dominance, nodes eliminated, largest table, ...). `met` are other choices that
-    are cheapest at some price of memory, and may not fit.
+    are cheapest at some price of memory, and may not fit. `prices` are those of the bound, by the times at which memory binds.
     """
 
     states: tuple[int, ...]
@@ -72,6 +77,7 @@ class Solution(NamedTuple):
     lower_bound: float
     counts: dict[str, int]
     met: tuple[tuple[int, ...], ...] = ()
+    prices: tuple[tuple[int, float], ...] = ()
 
 
 class Infeasible(NamedTuple):

@@ -169,6 +169,29 @@ def test_only_maximal_sets_of_live_nodes_become_rows():
     assert rows.weights(np.array([1.0, 10.0])).tolist() == [11.0, 1.0, 1.0, 20.0, 0.0]
 
 
+def test_a_node_counts_as_often_as_the_shares_of_its_lives_say():
+    lives = (Life(0, 0, 9), Life(0, 2, 6, 1.1), Life(0, 2, 4, 1.1), Life(1, 0, 1), Life(1, 5, 9, 0.5), Life(1, 7, 9))
+    rows = Rows(Memory((np.ones(1),) * 2, lives, 0.5), [np.zeros(1, int)] * 2)
+    assert dict(zip(rows.times.tolist(), rows.usage(np.array([1.0, 10.0])).round(9).tolist(), strict=True)) == {
+        0: 11.0,
+        2: 3.2,
+        5: 7.1,
+        7: 16.0,
+    }
+    # Nothing is left of shares that end.
+    assert [pieces[-1][2] for pieces in rows.ranges] == [1.0, 1.5]
+
+
+def test_prices_go_from_the_rows_of_one_problem_to_those_of_another_by_their_times():
+    usages, possible = (np.ones(1),) * 3, [np.zeros(1, int)] * 3
+    one = Rows(Memory(usages, (Life(0, 0, 4), Life(1, 2, 6), Life(2, 5, 9)), 0.5), possible)
+    other = Rows(Memory(usages, (Life(0, 0, 4), Life(1, 3, 9)), 0.5), possible)
+    assert one.times.tolist() == [2, 5]
+    assert one.at_times(np.array([0.0, 7.0])) == ((5, 7.0),)
+    assert one.of_times(one.at_times(np.array([3.0, 7.0]))).tolist() == [3.0, 7.0]
+    assert other.of_times(((1, 2.0), (5, 7.0), (8, 1.0))).tolist() == [10.0]
+
+
 def test_memory_that_cannot_bind_has_no_rows():
     rows = Rows(Memory((np.ones(2),) * 2, (Life(0, 0, 2), Life(1, 0, 2)), 2.0), [np.arange(2)] * 2)
     assert len(rows.times) == 0

@@ -53,6 +53,28 @@ def test_planes_bound_the_truth_and_find_a_choice_that_fits(block, monkeypatch):
     assert near > 0.9 * count
 
 
+def test_prices_of_another_problem_are_tried_first_and_leave_bounds_true(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
+    monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
+    fewer = 0
+    for seed in range(5200, 5260):
+        problem = random_problem(seed, max_nodes=7)
+        found = solve(problem, effort=0, known=Known((), 0.0))
+        if isinstance(found, Infeasible) or not found.prices:
+            continue
+        good, poor = (
+            solve(problem, effort=0, known=Known((), 0.0, prices))
+            for prices in (found.prices, tuple((time + 1, 50 * price) for time, price in found.prices))
+        )
+        for again in (good, poor):
+            assert again.lower_bound <= truth(problem).cost + 1e-9
+            assert max(usage_of(problem, again.states)) <= problem.memory.limit * (1 + 1e-12)
+        assert good.lower_bound >= found.lower_bound - 1e-9 * abs(found.lower_bound)
+        fewer += good.counts["prices"] < found.counts["prices"]
+    assert fewer
+
+
 def test_choices_at_prices_are_told_so_that_other_limits_start_from_them(monkeypatch):
     monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
     monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
