@@ -15,6 +15,8 @@ SMALL_TABLE = 4096
 """Entries up to which tables are stacked even if they differ."""
 BATCH_WORK = 12_000
 """Additions that take as long as one more batch."""
+FEW_EDGES = 8
+"""Edges from which a larger table is added faster to all of them at once than to one after the other."""
 
 Link = tuple[int, int]
 """The node that sends, and the one that receives."""
@@ -84,8 +86,15 @@ def batches_of(
     for number in sorted(alike):
         own = alike[number]
         parts = _joined(own) if fills else [own[key] for key in sorted(own)]
-        found += [_batch(graph, part, places, share) for part in parts]
+        found += [_batch(graph, part, places, share) for joint in parts for part in _apart(graph, joint)]
     return found
+
+
+def _apart(graph: CostGraph, links: list[Link]) -> list[list[Link]]:
+    """Returns links of one larger table by themselves, if they are few: NumPy's inner loop would run over the edges."""
+    first, second = links[0]
+    is_large = graph.table(first, second).size > SMALL_TABLE
+    return [[link] for link in links] if is_large and len(links) < FEW_EDGES else [links]
 
 
 def _joined(alike: Mapping[tuple[int, ...], list[Link]]) -> list[list[Link]]:

@@ -16,6 +16,12 @@ from spmdctx.search.solver.unlimited.batches import BATCH_WORK, Batch, Link, Pla
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000
 """The most nodes that send in the order of their numbers, which takes the fewest sweeps."""
+LEAP_SWEEPS, LEAP = 12, 2.0
+"""Sweeps from one leap to the next, and its length as a multiple of what the second half of them changed."""
+WORTH_LEAP = 0.05
+"""Share of the gap by which the bound must rise from one leap to the next."""
+PART_SWEEPS, MUCH_WORK = 20, 4e6
+"""Sweeps after which a look at the bound is worth it, and the additions of one sweep from which it is."""
 
 
 class Bound(NamedTuple):
@@ -29,6 +35,9 @@ class Dual:
     """Messages on the edges of a graph. Any messages give a valid bound; `sweep` improves it.
 
     Each state's own cost must be finite, and every state must have a finite entry with each neighbour.
+
+    Once it `may_leap`, the messages go on in the direction in which they changed, which takes about half as
+    many sweeps. Where a leap leads nowhere, they return to where they were, and leap no more.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
@@ -37,6 +46,9 @@ class Dual:
         If the graph is that of `before` with only the states `kept`, it starts from the messages of `before`.
         """
         self._graph = graph
+        self._worth_a_leap = self._risen_to = math.inf
+        self._sweeps, self._earlier = 0, np.zeros(0)
+        self._leapt_from: tuple[FloatArray, float] | None = None
         self.nodes = _ordered(graph)
         self._rank = rank = {node: rank for rank, node in enumerate(self.nodes)}
         self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
@@ -55,8 +67,8 @@ class Dual:
         )
         self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False)
         self._sizes = [graph.size(node) for node in self.nodes]
-        # Both directions send over as many entries.
-        self._work = len(self._forward) * BATCH_WORK + sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
+        # Additions of a sweep in one direction; both directions send over as many entries.
+        self.work = len(self._forward) * BATCH_WORK + sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
         behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
         shares = np.array([self._shared(node) for node in self.nodes])
         self._share = np.repeat(shares, self._sizes)
@@ -121,16 +133,52 @@ class Dual:
     def sweep(self, num_sweeps: int, expired: Callable[[], bool]) -> None:
         """Sends messages along all edges forward and backward, `num_sweeps` times; the bound does not fall."""
         for _ in range(num_sweeps):
+            if self._worth_a_leap < math.inf:
+                self._leap()
             for batches in (self._forward, self._backward):
                 if expired():
                     return
-                self._graph.pool.allowance.charge(self._work)
+                self._graph.pool.allowance.charge(self.work)
                 totals = self._totals()
                 for batch in batches:
                     if isinstance(batch, Single):
                         self._send_one(batch, totals)
                     else:
                         self._send(batch, totals)
+
+    def may_leap(self, spare: float | None) -> None:
+        """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost.
+
+        If that is None, nothing is known yet. Then costs that messages promise are more alike without leaps, unless sweeps take long.
+        """
+        if spare is not None or self.work > MUCH_WORK:
+            self._worth_a_leap = WORTH_LEAP * (spare or 0.0)
+
+    def parts(self, num_sweeps: int) -> tuple[int, ...]:
+        """Divides sweeps by the times at which a look at the bound is worth it."""
+        every = PART_SWEEPS if self.work > MUCH_WORK else num_sweeps
+        return tuple([min(every, num_sweeps - done) for done in range(0, num_sweeps, every)])
+
+    def _leap(self) -> None:
+        """Counts a sweep that is about to start, and leaps before every so many; no more after a leap that led nowhere."""
+        place = self._sweeps % LEAP_SWEEPS
+        if place == LEAP_SWEEPS // 2:
+            self._earlier = self._messages.copy()
+        elif place == 0:
+            value = self.value()
+            if not self._turns_back(value):
+                if value - self._risen_to >= self._worth_a_leap:
+                    self._leapt_from = self._messages.copy(), value
+                    self._messages += LEAP * (self._messages - self._earlier)
+                self._risen_to = value
+        self._sweeps += 1
+
+    def _turns_back(self, value: float) -> bool:
+        """Returns to the messages before the last leap if the bound, whose value is given, was higher there."""
+        if self._leapt_from is None or value >= self._leapt_from[1]:
+            return False
+        self._messages, self._leapt_from, self._worth_a_leap = self._leapt_from[0], None, math.inf
+        return True
 
     def _send_one(self, edge: Single, totals: FloatArray) -> None:
         messages = self._messages
@@ -169,7 +217,7 @@ class Dual:
         """Returns the value of the bound of the present messages, in half of the time."""
         if not self.nodes:
             return 0.0
-        self._graph.pool.allowance.charge(2 * self._work)
+        self._graph.pool.allowance.charge(2 * self.work)
         totals = self._totals()[:-1]
         value = float(np.minimum.reduceat(totals * self._own, self._firsts).sum()) - self._rounding(totals)
         shared = totals * self._share
@@ -192,9 +240,10 @@ class Dual:
         return found
 
     def bound(self) -> Bound:
-        """Returns the bound of the present messages."""
-        self._graph.pool.allowance.charge(2 * self._work if self.nodes else 0)
-        return self._bound()
+        """Returns the bound of the present messages, after a look back at the last leap."""
+        self._graph.pool.allowance.charge(2 * self.work if self.nodes else 0)
+        found = self._bound()
+        return self._bound() if self._turns_back(found.value) else found
 
     def _bound(self) -> Bound:
         if not self.nodes:
