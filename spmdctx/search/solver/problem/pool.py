@@ -214,9 +214,9 @@ class Pool:
         lower = np.where(np.isinf(table), -np.inf, -table).T.copy()
         found, sums = np.empty((len(table), len(table))), np.empty_like(lower)
         with np.errstate(invalid="ignore"):
-            for state, (row, is_finite) in enumerate(zip(table, np.isfinite(table).all(axis=1).tolist(), strict=True)):
+            for state, row in enumerate(table):
                 np.add(row[:, None], lower, out=sums)
-                (np.maximum if is_finite else np.fmax).reduce(sums, axis=0, out=found[state])
+                (np.maximum if np.isfinite(row).all() else np.fmax).reduce(sums, axis=0, out=found[state])
         return found
 
     def parts(self, number: int) -> tuple[int, int] | None:

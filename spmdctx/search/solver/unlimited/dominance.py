@@ -103,7 +103,7 @@ def _thinned(graph: CostGraph, key: tuple[int, ...]) -> IntArray | None:
     if len(first) * len(costs) > MAX_WORK:
         return None
     better = _excess(costs, worst, first, np.arange(len(costs))) <= 0
-    alive = ~better.any(axis=0)
+    alive = np.logical_not(np.any(better, axis=0))
     alive[first] = True
     left = np.flatnonzero(alive)
     if len(left) ** 2 <= MAX_WORK:

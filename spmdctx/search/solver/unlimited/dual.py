@@ -146,17 +146,18 @@ class Dual:
                     else:
                         self._send(batch, totals)
 
-    def may_leap(self, spare: float | None) -> None:
-        """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost.
+    @property
+    def is_slow(self) -> bool:
+        """Whether a sweep takes so long that looks at the bound and leaps are worth it from the start."""
+        return self.work > MUCH_WORK
 
-        If that is None, nothing is known yet. Then costs that messages promise are more alike without leaps, unless sweeps take long.
-        """
-        if spare is not None or self.work > MUCH_WORK:
-            self._worth_a_leap = WORTH_LEAP * (spare or 0.0)
+    def may_leap(self, spare: float) -> None:
+        """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost."""
+        self._worth_a_leap = WORTH_LEAP * spare
 
     def parts(self, num_sweeps: int) -> tuple[int, ...]:
         """Divides sweeps by the times at which a look at the bound is worth it."""
-        every = PART_SWEEPS if self.work > MUCH_WORK else num_sweeps
+        every = PART_SWEEPS if self.is_slow else num_sweeps
         return tuple([min(every, num_sweeps - done) for done in range(0, num_sweeps, every)])
 
     def _leap(self) -> None:

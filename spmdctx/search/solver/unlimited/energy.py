@@ -149,9 +149,7 @@ class Minimisation:
         """
         if not self._is_possible:
             return None
-        found = None
-        if self._shells is None:
-            found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK)
+        found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK) if self._shells is None else None
         if found is None:
             self._shells = self._shells or _Shells(self._core, self._search, self._resumed)
             found = self._shells.run()
@@ -242,7 +240,8 @@ class _Shells:
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
         before, enough = self._of_messages, self.search.enough
-        dual.may_leap(None if before is None else self._spare(before))
+        if dual.is_slow or (before is not None and self.search.keeps_states):
+            dual.may_leap(0.0 if before is None else self._spare(before))
         parts = (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(enough) else dual.parts(num_sweeps)
         enough = min(enough, self.search.cutoff if self.search.cutoff > -np.inf else np.inf)
         for part in parts:
