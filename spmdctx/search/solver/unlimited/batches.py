@@ -65,7 +65,14 @@ class Places(NamedTuple):
 
 
 def batches_of(
-    graph: CostGraph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
+    graph: CostGraph,
+    links: Iterable[Link],
+    level: Mapping[int, int],
+    places: Places,
+    share: Callable[[int], float],
+    *,
+    fills: bool = True,
+    parts: bool = False,
 ) -> list[Batch]:
     """Returns the links in batches, those whose senders have lower levels first.
 
@@ -76,6 +83,7 @@ def batches_of(
         places: see there.
         share: the weight of a sender.
         fills: whether tables of different shapes share a batch if that saves time.
+        parts: whether few links of one larger table are batches of their own, which is faster, and changes the order of some sums.
     """
     alike: dict[int, dict[tuple[int, ...], list[Link]]] = {}
     for node, other in links:
@@ -85,8 +93,8 @@ def batches_of(
     found = []
     for number in sorted(alike):
         own = alike[number]
-        parts = _joined(own) if fills else [own[key] for key in sorted(own)]
-        found += [_batch(graph, part, places, share) for joint in parts for part in _apart(graph, joint)]
+        joined = _joined(own) if fills else [own[key] for key in sorted(own)]
+        found += [_batch(graph, part, places, share) for joint in joined for part in (_apart(graph, joint) if parts else [joint])]
     return found
 
 

@@ -37,7 +37,8 @@ class Dual:
     Each state's own cost must be finite, and every state must have a finite entry with each neighbour.
 
     Once it `may_leap`, the messages go on in the direction in which they changed, which takes about half as
-    many sweeps. Where a leap leads nowhere, they return to where they were, and leap no more.
+    many sweeps. Where a leap leads nowhere, they return to where they were, and leap no more. It `is_slow` if a sweep takes so long that
+    looks at the bound and leaps are worth it from the start.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
@@ -62,13 +63,16 @@ class Dual:
             self._owner[at : at + size] = np.arange(first, first + size)
         turned = [(other, node) for node, other in self._edges]
         sending: tuple[tuple[list[Link], bool], ...] = ((self._edges, True), (turned, False))
+        entries = sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
+        self.is_slow = parts = entries > MUCH_WORK
         self._forward, self._backward = (
-            [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared)] for links, ahead in sending
+            [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared, parts=parts)]
+            for links, ahead in sending
         )
-        self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False)
         self._sizes = [graph.size(node) for node in self.nodes]
-        # Additions of a sweep in one direction; both directions send over as many entries.
-        self.work = len(self._forward) * BATCH_WORK + sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
+        # Both directions send over as many entries.
+        self._work = len(self._forward) * BATCH_WORK + entries
+        self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False, parts=parts)
         behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
         shares = np.array([self._shared(node) for node in self.nodes])
         self._share = np.repeat(shares, self._sizes)
@@ -138,18 +142,13 @@ class Dual:
             for batches in (self._forward, self._backward):
                 if expired():
                     return
-                self._graph.pool.allowance.charge(self.work)
+                self._graph.pool.allowance.charge(self._work)
                 totals = self._totals()
                 for batch in batches:
                     if isinstance(batch, Single):
                         self._send_one(batch, totals)
                     else:
                         self._send(batch, totals)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a sweep takes so long that looks at the bound and leaps are worth it from the start."""
-        return self.work > MUCH_WORK
 
     def may_leap(self, spare: float) -> None:
         """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost."""
@@ -218,7 +217,7 @@ class Dual:
         """Returns the value of the bound of the present messages, in half of the time."""
         if not self.nodes:
             return 0.0
-        self._graph.pool.allowance.charge(2 * self.work)
+        self._graph.pool.allowance.charge(2 * self._work)
         totals = self._totals()[:-1]
         value = float(np.minimum.reduceat(totals * self._own, self._firsts).sum()) - self._rounding(totals)
         shared = totals * self._share
@@ -242,7 +241,7 @@ class Dual:
 
     def bound(self) -> Bound:
         """Returns the bound of the present messages, after a look back at the last leap."""
-        self._graph.pool.allowance.charge(2 * self.work if self.nodes else 0)
+        self._graph.pool.allowance.charge(2 * self._work if self.nodes else 0)
         found = self._bound()
         return self._bound() if self._turns_back(found.value) else found
 

@@ -240,7 +240,7 @@ class _Shells:
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
         before, enough = self._of_messages, self.search.enough
-        if dual.is_slow or (before is not None and self.search.keeps_states):
+        if dual.is_slow:
             dual.may_leap(0.0 if before is None else self._spare(before))
         parts = (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(enough) else dual.parts(num_sweeps)
         enough = min(enough, self.search.cutoff if self.search.cutoff > -np.inf else np.inf)
