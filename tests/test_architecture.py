@@ -73,7 +73,7 @@ INNER = {
         "words",
         "entry",
         "placement broadcast verify pipelined report export jitted",
-        "served",
+        "served exportable",
         "make",
         "step",
     ),

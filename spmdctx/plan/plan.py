@@ -1,4 +1,7 @@
-"""The Plan: every decision about one step on one mesh, with its predicted cost."""
+"""The Plan: every decision about one step on one mesh, with its predicted cost.
+
+What compares, explains, draws and saves a plan is imported by the first call that needs it: most plans are only run.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from spmdctx.errors import ContextError, UnsupportedError, message, shown
 from spmdctx.plan.data import PlanData
-from spmdctx.plan.diff import OtherPlan, diff_plans
-from spmdctx.plan.explain import explain_plan
-from spmdctx.plan.export.kinds import export_text
-from spmdctx.plan.file import plan_json, plan_state, read_plan, restored, write_plan
-from spmdctx.plan.mindspore.file import write_mindspore
-from spmdctx.plan.pareto import Ask, Brief, Progress, plan_again
-from spmdctx.plan.show.plain import plan_figures
-from spmdctx.plan.summary.rates import Rates, rates_of
-from spmdctx.plan.summary.sentence import sentence_of
 from spmdctx.wording import bytes_text, counted, mesh_text, seconds_text
 from spmdctx.wording.files import write_file
 from spmdctx.wording.reports import stamped
@@ -26,9 +20,12 @@ from spmdctx.wording.reports import stamped
 if TYPE_CHECKING:
     from rich.console import Group
 
+    from spmdctx.plan.diff import OtherPlan
+    from spmdctx.plan.pareto import Progress
     from spmdctx.plan.show.diff import PlanDiff
     from spmdctx.plan.show.explanation import Explanation
     from spmdctx.plan.show.pareto import Pareto
+    from spmdctx.plan.summary.rates import Rates
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -48,11 +45,15 @@ class Plan(PlanData):
 
         It is read off the shardings. Names come from the paths of parameters; small parts that differ from the rest are left out.
         """
+        from spmdctx.plan.summary.sentence import sentence_of
+
         return sentence_of(self)
 
     @property
     def rates(self) -> Rates:
         """Planned samples and tokens a second, and the part of the data sheet's rate of a device (MFU); None where it is not known."""
+        from spmdctx.plan.summary.rates import rates_of
+
         return rates_of(self)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -61,6 +62,8 @@ class Plan(PlanData):
         Raises:
             FileError: the file cannot be written; a former one is as it was.
         """
+        from spmdctx.plan.file import write_plan
+
         write_plan(self, path)
 
     def save_mindspore(self, path: str | os.PathLike[str], *, only_parameters: bool = True, several_axes: bool = False) -> None:
@@ -75,6 +78,8 @@ class Plan(PlanData):
             UnsupportedError: shardings that the format cannot hold, by name.
             FileError: the file cannot be written; a former one is as it was.
         """
+        from spmdctx.plan.mindspore.file import write_mindspore
+
         write_mindspore(self, path, only_parameters=only_parameters, several_axes=several_axes)
 
     def export(self, kind: str, path: str | os.PathLike[str]) -> None:
@@ -91,6 +96,8 @@ class Plan(PlanData):
             PlanError: "jax" of a plan that does not hold its step, such as one from a file.
             FileError: the file cannot be written; a former one is as it was.
         """
+        from spmdctx.plan.export.kinds import export_text
+
         write_file(path, export_text(self, kind))
 
     @classmethod
@@ -101,19 +108,27 @@ class Plan(PlanData):
             PlanFormatError: the file is no plan, is damaged, or has another format version.
             OSError: the file cannot be read.
         """
+        from spmdctx.plan.file import read_plan
+
         found: Plan = read_plan(path, cls)
         return found
 
     def to_json(self) -> str:
         """Returns the text of the plan's file, which `load` reads; `to_dict` gives what the table says."""
+        from spmdctx.plan.file import plan_json
+
         return plan_json(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns what the table says as plain data, in seconds and bytes, with its versioned "schema"."""
+        from spmdctx.plan.show.plain import plan_figures
+
         made_for = {"step": self.about.step, "model": self.about.model, "versions": dict(self.about.versions)}
         return stamped("plan", {"summary": self.summary, **plan_figures(self), "rates": self.rates, "made_for": made_for})
 
     def __reduce__(self) -> Any:
+        from spmdctx.plan.file import plan_json, plan_state, restored
+
         return restored, (type(self), plan_json(self), plan_state(self))
 
     def __copy__(self) -> Plan:
@@ -124,6 +139,8 @@ class Plan(PlanData):
 
     def diff(self, other: Plan | OtherPlan) -> PlanDiff:
         """Returns the changes from this plan to `other`, which may be the plan of a pipeline."""
+        from spmdctx.plan.diff import OtherPlan, diff_plans
+
         if isinstance(other, OtherPlan):
             found: PlanDiff = other.changes_from(self)
             return found
@@ -138,6 +155,7 @@ class Plan(PlanData):
             pattern: part of a path ("layers/3/attn/q"), a glob over whole paths ("*/attn/*"), or an op's primitive
                 ("dot_general"), name scope or source line ("model.py:41").
         """
+        from spmdctx.plan.explain import explain_plan
         from spmdctx.plan.show.explanation import Explanation
 
         return explain_plan(self, pattern, Explanation)
@@ -239,8 +257,9 @@ def weighed(
         raise ContextError("num_devices must hold ints of at least 1.", got=shown(list(num_devices)))
     if progress is not None and not callable(progress):
         raise TypeError(message("progress must be a function of what is found.", got=shown(progress)))
-    brief = replan.briefly() if isinstance(replan, Brief) else replan
+    from spmdctx.plan.pareto import Ask, Brief, plan_again
     from spmdctx.plan.show.pareto import Pareto, showing
 
+    brief = replan.briefly() if isinstance(replan, Brief) else replan
     with showing(progress) as tell:
         return plan_again(Ask(brief, own, memory_bytes, num_devices, tell, is_brief=brief is not replan), Pareto)

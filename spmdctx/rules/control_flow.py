@@ -60,8 +60,24 @@ def bodies_of(params: Mapping[str, Any]) -> list[Any]:
     return [value for param in params.values() for value in (param if isinstance(param, tuple | list) else (param,)) if is_body(value)]
 
 
-def with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation with a function of each body in place of it; others stay the objects that they are."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+"""Types of most parameters, which hold no body."""
+
+
+def _may_hold_bodies(param: Any) -> bool:
+    kind = type(param)
+    if kind in _PLAIN:
+        return False
+    return any(map(_may_hold_bodies, param)) if isinstance(param, tuple | list) else is_body(param)
+
+
+def with_bodies(params: dict[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation with a function of each body in place of it; others stay the objects that they are.
+
+    Without bodies, the parameters are returned themselves.
+    """
+    if not any(map(_may_hold_bodies, params.values())):
+        return params
     return {name: with_entries(param, lambda value: function(value) if is_body(value) else value) for name, param in params.items()}
 
 

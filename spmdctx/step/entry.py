@@ -12,12 +12,10 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.lowering.compile import CompiledProgram, JitOptions, jit_program
 from spmdctx.lowering.compile_options import compile_options
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.machine.devices import backend_of
 from spmdctx.machine.xla.collectives.ways import ways_of
-from spmdctx.ops.scope import in_local_loss
 from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct.direct import OtherArgumentsError, direct_call, signature
@@ -37,6 +35,7 @@ from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type
 
 if TYPE_CHECKING:
     from spmdctx.audit import AuditReport
+    from spmdctx.lowering.compile import CompiledProgram
 
 
 def aval_of(leaf: Any) -> Any:
@@ -176,6 +175,8 @@ class Entry:
         return self._jitted({}) if self.compiler_options else self.program
 
     def _jitted(self, compiler_options: dict[str, int | str]) -> CompiledProgram:
+        from spmdctx.lowering.compile import JitOptions, jit_program
+
         planned = self.planned
         devices = self.environment.devices[: planned.mesh.num_devices]
         donated = [index for index, leaf in enumerate(self.captured.inputs) if leaf.donated]
@@ -298,6 +299,8 @@ class Entry:
         for index in self._placed_by_jit:
             known = known and not leaves[index].committed
         if (not known or self.direct is not None) and any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            from spmdctx.ops.scope import in_local_loss
+
             inner = self._inner.jitted
             if self.on_several_devices and in_local_loss():
                 raise UnsupportedError(

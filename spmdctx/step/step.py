@@ -202,7 +202,7 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """Returns the plan by which the step would run; needs no devices, and arguments may be abstract."""
-        from spmdctx.step.export.export import exportable
+        from spmdctx.step.exportable import exportable
 
         return exportable(self._entry_of(args, kwargs), self._target, self._split(args, kwargs)[1])
 

@@ -66,6 +66,7 @@ class StepMemory(NamedTuple):
         gradients: the products that may run last; none on one device.
         reads: from when to when inputs are read.
         in_carries: the values in the memory of a loop's carry, which they replace.
+        made: the first of `lives` that an op makes in memory of its own, and the first after these.
     """
 
     lives: tuple[ValueLife, ...]
@@ -80,6 +81,7 @@ class StepMemory(NamedTuple):
     gradients: tuple[GradientProduct, ...]
     reads: tuple[ValueLife, ...]
     in_carries: tuple[ValueLife, ...]
+    made: tuple[int, int]
 
 
 class Peak(NamedTuple):
@@ -132,16 +134,32 @@ def step_memory(
         delays_gradients: `Compiler.delays_gradients`.
         fuses_rows: `Compiler.fuses_rows`.
     """
-    key = (step_memory, tuple(scopes), donated, is_split, fuses_into_products, delays_gradients, fuses_rows)
+    key = (step_memory, tuple(scopes), is_split, fuses_into_products, delays_gradients, fuses_rows)
     known: StepMemory | None = graph.facts.get(key)
     if known is None:
         waits = (waits_in_regions(graph, scopes) or waits_outside(graph, scopes)) if delays_gradients and is_split else {}
         late = {**sibling_runs(graph), **(late_branches(graph) if is_split else {})} if delays_gradients else {}
         runs = order(graph, is_split, waits, late)
-        known = graph.facts[key] = _Liveness(graph, scopes, donated, runs, is_split, fuses_into_products).find(
+        known = graph.facts[key] = _Liveness(graph, scopes, runs, is_split, fuses_into_products).find(
             fuses_rows=fuses_rows, copies_for_loops=delays_gradients
         )
-    return known
+    lent: StepMemory | None = graph.facts.get((*key, donated)) if donated else known
+    if lent is None:
+        lent = graph.facts[(*key, donated)] = _lent(graph, known, donated)
+    return lent
+
+
+def _lent(graph: Graph, memory: StepMemory, donated: frozenset[int]) -> StepMemory:
+    """Returns the memory of a step whose donated inputs lend theirs to their next values, where these are of their kind."""
+    values = graph.values
+    reused = {after for value, after in graph.ties if value in donated and values[after][1:3] == values[value][1:3]}
+    first, end = memory.made
+    made = [life for life in memory.lives[first:end] if life.value not in reused]
+    return memory._replace(
+        lives=(*memory.lives[:first], *made, *memory.lives[end:]),
+        in_carries=tuple([life for life in memory.in_carries if life.value not in reused]),
+        made=(first, first + len(made)),
+    )
 
 
 def profile(
@@ -201,12 +219,11 @@ class _Liveness:
         self,
         graph: Graph,
         scopes: Sequence[int],
-        donated: frozenset[int],
         runs: tuple[int, ...],
         is_split: bool,
         fuses_into_products: bool,
     ) -> None:
-        self.graph, self.donated, self.scopes, self.is_split = graph, donated, scopes, is_split
+        self.graph, self.scopes, self.is_split = graph, scopes, is_split
         self.given = given_values(graph)
         self.materialized = materialized_values(graph, self.given)
         if fuses_into_products:
@@ -231,7 +248,6 @@ class _Liveness:
         kept = handed_out(graph) if fuses_rows else frozenset()
         self._find_ends()
         last = max(len(graph.ops) - 1, 0)
-        reused = {self.carried[value] for value in self.donated if self._becomes(value)}
         for value in graph.outputs:
             self.end[value] = last
         firsts = first_runs(graph, self.materialized, self.runs)
@@ -242,9 +258,9 @@ class _Liveness:
         makers, made = ends(graph).results
         kept = np.frombuffer(self.materialized, dtype=np.uint8)[made] == 1
         for op, value in zip(makers[kept].tolist(), made[kept].tolist(), strict=True):
-            if value not in reused:
-                start = self.start.get(value, self.runs[op])
-                (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
+            start = self.start.get(value, self.runs[op])
+            (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
+        made_lives = len(self.given), len(found)
         found += hoisted(graph, self.loops, self.carried, self.materialized)
         if copies_for_loops:
             copied = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
@@ -263,17 +279,13 @@ class _Liveness:
             gradients=gradient_products(graph, self.materialized, loop_ends) if self.is_split else (),
             reads=reads,
             in_carries=tuple(in_carries),
+            made=made_lives,
         )
 
     def _reads(self, firsts: Sequence[int]) -> tuple[ValueLife, ...]:
         readers = self.graph.readers
         read = [value for value in self.graph.inputs if readers[value]]
         return tuple([ValueLife(value, min(firsts[op.id] for op in readers[value]), self.end[value]) for value in read])
-
-    def _becomes(self, value: int) -> bool:
-        """Returns whether a donated input has a next value of its kind to lend its memory to."""
-        after = self.carried.get(value)
-        return after is not None and self.graph.values[after][1:3] == self.graph.values[value][1:3]
 
     def _find_ends(self) -> None:
         """Finds the last op that reads each value; a chain reads its operands when its last reader runs."""

@@ -24,7 +24,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip
-from spmdctx.machine.xla.memory.tiles import filled_up, has_tiles, in_images, in_tiles, laid_out
+from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_tiles, laid_out
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
@@ -132,10 +132,13 @@ class MemoryCount:
         sizes = [self._assigned.stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
         found = [sizes[number] for number in numbers.tolist()]
         if has_tiles(self._assigned.topology.device):
-            for value, minor in in_tiles(graph).items():
-                shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
-                found[value] = int(found[value] * filled_up(shape, minor))
-            for value, minor in in_images(graph).items():
-                shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
-                found[value] = int(found[value] * filled_up(shape, minor, 1.0))
+            shares: dict[tuple[int, Minor, bool], float] = {}
+            for is_image, known in enumerate((in_tiles(graph), in_images(graph))):
+                for value, minor in known.items():
+                    key = int(numbers[value]), minor, bool(is_image)
+                    share = shares.get(key)
+                    if share is None:
+                        shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
+                        share = shares[key] = filled_up(shape, minor, 1.0) if is_image else filled_up(shape, minor)
+                    found[value] = int(found[value] * share)
         return found

@@ -194,7 +194,7 @@ class MeshSearch:
 
     def _sought(self, tables: Tables, problem: Problem, alike: _Begun | None) -> Sought:
         if alike is None:
-            return self.formulation.sought(problem, is_reused=isinstance(tables.space.mesh, AnyOrder))
+            return self.formulation.sought(problem, is_reused=_is_reused(tables.space.mesh))
         return self.formulation.sought(problem, alike.sought, resembling(tables, alike.tables))
 
     def _tables_on(self, setup: Setup) -> Tables:
@@ -225,3 +225,8 @@ class MeshSearch:
 def _is_beaten(solution: Solution, cutoff: float, known_s: float) -> bool:
     """Returns whether neither the solution nor any other is worth its place beside a plan of `known_s`."""
     return solution.lower_bound >= cutoff and solution.cost >= known_s * (1 - SAME_COST)
+
+
+def _is_reused(mesh: LogicalMesh) -> bool:
+    """Returns whether searches of single meshes start from that of a mesh: with three axes, its messages are too many to be worth it."""
+    return isinstance(mesh, AnyOrder) and len(mesh.axes) < MAX_AXES

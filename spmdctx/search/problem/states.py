@@ -215,7 +215,12 @@ class _StateBuilder:
         """Returns the seconds that each split computes, which depend only on the numbers of slices of the factors."""
         slices = self._codes.slices[self._split.rows]
         firsts, alike = _alike(slices)
-        seconds = [sliced_time_s(self._graph, self._op, own, self._topology) for own in slices[firsts].tolist()]
+        known, seconds = _seconds_of(self._graph, self._op, self._topology), []
+        for own in map(tuple, slices[firsts].tolist()):
+            # Meshes of the same sizes, and those that share some, ask for the same slices.
+            if own not in known:
+                known[own] = sliced_time_s(self._graph, self._op, own, self._topology)
+            seconds.append(known[own])
         found: FloatArray = np.array(seconds)[alike]
         return found
 
@@ -316,6 +321,15 @@ class _StateBuilder:
         wanted = tuple([own[split] for own in self._split.operands])
         follows = np.full(len(split), -1, dtype=np.int64)
         return States(split, wanted, unreduced_in, tuple(np.ascontiguousarray(stored.T)), unreduced_out, seconds, follows)
+
+
+def _seconds_of(graph: Graph, op: Op, topology: Topology) -> dict[tuple[int, ...], float]:
+    """Returns the seconds that are known of an op by its slices, on the machine that was asked for last."""
+    machine, ops = graph.facts.get(_seconds_of, (None, {}))
+    if machine is not topology:
+        _, ops = graph.facts[_seconds_of] = topology, dict[int, dict[tuple[int, ...], float]]()
+    known: dict[tuple[int, ...], float] = ops.setdefault(op.id, {})
+    return known
 
 
 def _alike(rows: IntArray) -> tuple[list[int], IntArray]:

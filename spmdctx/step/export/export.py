@@ -11,7 +11,6 @@ import jax
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import as_held, jaxpr_to_compile
-from spmdctx.plan.plan import Plan
 from spmdctx.step.entry import Entry
 from spmdctx.step.export.again import check_unchanged
 from spmdctx.step.export.align import align, tagged
@@ -25,13 +24,6 @@ from spmdctx.step.planning.planner import Planned
 from spmdctx.trace.capture.arguments import Static
 from spmdctx.trace.capture.target import Target
 from spmdctx.trace.specs import partition_spec
-
-
-def exportable(entry: Entry, target: Target, static: Static) -> Plan:
-    """Returns the plan of an entry, which can export itself; those of pipelines and servers cannot."""
-    if type(entry) is Entry and entry.plan.exporter is None:
-        entry.planned = replace(entry.planned, plan=replace(entry.plan, exporter=Exporter(entry, target, static)))
-    return entry.plan
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,10 @@ _LEFT_OUT = frozenset({"debug_info", "func_src_info", "logging_record", "name_an
 """Names of parameters and fields that say where a program was written, or how it prints."""
 
 
+_SIMPLE = frozenset({int, str, bool, type(None)})
+"""Types whose equal values are written alike, and once."""
+
+
 class Form(NamedTuple):
     """The bytes of a value. They are not exact where only the name of something in it is written, such as that of a function."""
 
@@ -40,6 +44,7 @@ class Canonical:
         # With the body, which is kept alive so that no other takes its identity.
         self._known: dict[int, tuple[Any, Form]] = {}
         self._around: set[int] = set()
+        self._simple: dict[tuple[type, Any], bytes] = {}
 
     def form(self, value: Any) -> Form:
         """Returns the form of a value. Values of another structure have other forms, but for what only has a name."""
@@ -50,7 +55,13 @@ class Canonical:
 
     def text(self, value: Any) -> bytes:
         """Returns the bytes of a value."""
-        if value is None or isinstance(value, Enum | numbers.Integral | float | complex | np.generic | str | bytes):
+        kind = type(value)
+        if kind in _SIMPLE:
+            known = self._simple.get((kind, value))
+            if known is None:
+                known = self._simple[kind, value] = _plain(value)
+            return known
+        if isinstance(value, Enum | numbers.Integral | float | complex | np.generic | str | bytes):
             return _plain(value)
         if isinstance(value, jexc.Jaxpr | jexc.ClosedJaxpr):
             return self._body(value)

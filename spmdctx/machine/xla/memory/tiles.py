@@ -160,12 +160,15 @@ def _kept(op: Op, known: Mapping[int, Minor]) -> dict[int, Minor]:
 def _spread(graph: Graph, known: dict[int, Minor]) -> None:
     """Adds what is made of known values element by element, then what they are made of."""
     places: dict[int, list[int]] = {}
-    every = [alike for op in graph.ops if (alike := _alike(graph, op, places))]
+    every = [alike for op in graph.ops if len(alike := _alike(graph, op, places)) > 1]
     for ordered in (every, reversed(every)):
         for alike in ordered:
-            minor = next((known[value] for value in alike if value in known), None)
-            if minor is not None:
-                known.update((value, minor) for value in alike if value not in known)
+            for value in alike:
+                if value in known:
+                    minor = known[value]
+                    for other in alike:
+                        known.setdefault(other, minor)
+                    break
 
 
 def _alike(graph: Graph, op: Op, places: dict[int, list[int]]) -> list[int]:
@@ -178,5 +181,5 @@ def _alike(graph: Graph, op: Op, places: dict[int, list[int]]) -> list[int]:
         known = places[id(rule)] = [place for place, dims in sides if dims == rule.results[0]]
     if not known:
         return []
-    values, shape = (*op.operands, *op.results), graph.values[op.results[0]].shape
-    return [values[place] for place in known if values[place] != LITERAL and graph.values[values[place]].shape == shape]
+    values, every, shape = (*op.operands, *op.results), graph.values, graph.values[op.results[0]].shape
+    return [value for place in known if (value := values[place]) != LITERAL and every[value].shape == shape]

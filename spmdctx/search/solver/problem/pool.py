@@ -41,6 +41,7 @@ class Pool:
         self._finite: dict[int, BoolArray | None] = {}
         self._supports: dict[int, BoolArray | None] = {}
         self._worst: dict[int, FloatArray] = {}
+        self._worst_lines: dict[int, FloatArray] = {}
         self._parts: dict[int, tuple[int, int] | None] = {}
         self._best: dict[tuple[int, ...], tuple[int, float]] = {}
         self._choices: dict[bytes, int] = {}
@@ -187,14 +188,35 @@ class Pool:
         """Returns `D[a, b]`: the most that row a of a table can cost beyond row b. Rows must have a finite entry."""
         found = self._worst.get(number)
         if found is None:
-            table = self.arrays[number]
-            self.allowance.charge(len(table) * (table.size + CALL))
-            # If b is forbidden, a is never worse.
-            lower = np.where(np.isinf(table), -np.inf, -table)
-            found = np.empty((len(table), len(table)))
+            found = self._worst[number] = self._worst_of(self.arrays[number])
+        return found
+
+    def lines(self, number: int) -> tuple[FloatArray, IntArray]:
+        """Returns a table without most of its equal rows and columns, and the row there of each of its rows."""
+        groups = self.groups(number)
+        if groups is None:
+            return self.arrays[number], np.arange(len(self.arrays[number]))
+        return groups.small, groups.rows.of
+
+    def worst_of_lines(self, number: int) -> FloatArray:
+        """Returns `worst` for the rows of `lines`."""
+        groups = self.groups(number)
+        if groups is None:
+            return self.worst(number)
+        found = self._worst_lines.get(number)
+        if found is None:
+            found = self._worst_lines[number] = self._worst_of(groups.small)
+        return found
+
+    def _worst_of(self, table: FloatArray) -> FloatArray:
+        self.allowance.charge(len(table) * (table.size + CALL))
+        # If b is forbidden, a is never worse; if both are, their difference is no number, and the other columns decide.
+        lower = np.where(np.isinf(table), -np.inf, -table).T.copy()
+        found, sums = np.empty((len(table), len(table))), np.empty_like(lower)
+        with np.errstate(invalid="ignore"):
             for state, row in enumerate(table):
-                found[state] = (row + lower).max(axis=1) if np.isfinite(row).all() else _worst_row(row, lower)
-            self._worst[number] = found
+                np.add(row[:, None], lower, out=sums)
+                (np.maximum if np.isfinite(row).all() else np.fmax).reduce(sums, axis=0, out=found[state])
         return found
 
     def parts(self, number: int) -> tuple[int, int] | None:
@@ -226,9 +248,3 @@ def _least_of_small(costs: FloatArray, arrays: list[FloatArray]) -> FloatArray |
 def _same(first: FloatArray, second: FloatArray) -> bool:
     """Returns whether two arrays of one shape are equal to the last bit."""
     return first is second or np.array_equal(first.view(np.uint64), second.view(np.uint64))
-
-
-def _worst_row(row: FloatArray, lower: FloatArray) -> FloatArray:
-    """Handles a row with infinite entries for `worst`: if both rows are infinite, neither is worse."""
-    worst: FloatArray = np.where(np.isneginf(lower), -np.inf, row + np.where(np.isneginf(lower), 0.0, lower)).max(axis=1)
-    return worst

@@ -15,6 +15,8 @@ SMALL_TABLE = 4096
 """Entries up to which tables are stacked even if they differ."""
 BATCH_WORK = 12_000
 """Additions that take as long as one more batch."""
+FEW_EDGES = 8
+"""Edges from which a larger table is added faster to all of them at once than to one after the other."""
 
 Link = tuple[int, int]
 """The node that sends, and the one that receives."""
@@ -63,7 +65,14 @@ class Places(NamedTuple):
 
 
 def batches_of(
-    graph: CostGraph, links: Iterable[Link], level: Mapping[int, int], places: Places, share: Callable[[int], float], *, fills: bool = True
+    graph: CostGraph,
+    links: Iterable[Link],
+    level: Mapping[int, int],
+    places: Places,
+    share: Callable[[int], float],
+    *,
+    fills: bool = True,
+    parts: bool = False,
 ) -> list[Batch]:
     """Returns the links in batches, those whose senders have lower levels first.
 
@@ -74,6 +83,7 @@ def batches_of(
         places: see there.
         share: the weight of a sender.
         fills: whether tables of different shapes share a batch if that saves time.
+        parts: whether few links of one larger table are batches of their own, which is faster, and changes the order of some sums.
     """
     alike: dict[int, dict[tuple[int, ...], list[Link]]] = {}
     for node, other in links:
@@ -83,9 +93,16 @@ def batches_of(
     found = []
     for number in sorted(alike):
         own = alike[number]
-        parts = _joined(own) if fills else [own[key] for key in sorted(own)]
-        found += [_batch(graph, part, places, share) for part in parts]
+        joined = _joined(own) if fills else [own[key] for key in sorted(own)]
+        found += [_batch(graph, part, places, share) for joint in joined for part in (_apart(graph, joint) if parts else [joint])]
     return found
+
+
+def _apart(graph: CostGraph, links: list[Link]) -> list[list[Link]]:
+    """Returns links of one larger table by themselves, if they are few: NumPy's inner loop would run over the edges."""
+    first, second = links[0]
+    is_large = graph.table(first, second).size > SMALL_TABLE
+    return [[link] for link in links] if is_large and len(links) < FEW_EDGES else [links]
 
 
 def _joined(alike: Mapping[tuple[int, ...], list[Link]]) -> list[list[Link]]:

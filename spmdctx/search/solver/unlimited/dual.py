@@ -16,6 +16,12 @@ from spmdctx.search.solver.unlimited.batches import BATCH_WORK, Batch, Link, Pla
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000
 """The most nodes that send in the order of their numbers, which takes the fewest sweeps."""
+LEAP_SWEEPS, LEAP = 12, 2.0
+"""Sweeps from one leap to the next, and its length as a multiple of what the second half of them changed."""
+WORTH_LEAP = 0.05
+"""Share of the gap by which the bound must rise from one leap to the next."""
+PART_SWEEPS, MUCH_WORK = 20, 4e6
+"""Sweeps after which a look at the bound is worth it, and the additions of one sweep from which it is."""
 
 
 class Bound(NamedTuple):
@@ -29,6 +35,10 @@ class Dual:
     """Messages on the edges of a graph. Any messages give a valid bound; `sweep` improves it.
 
     Each state's own cost must be finite, and every state must have a finite entry with each neighbour.
+
+    Once it `may_leap`, the messages go on in the direction in which they changed, which takes about half as
+    many sweeps. Where a leap leads nowhere, they return to where they were, and leap no more. It `is_slow` if a sweep takes so long that
+    looks at the bound and leaps are worth it from the start.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
@@ -37,6 +47,9 @@ class Dual:
         If the graph is that of `before` with only the states `kept`, it starts from the messages of `before`.
         """
         self._graph = graph
+        self._worth_a_leap = self._risen_to = math.inf
+        self._sweeps, self._earlier = 0, np.zeros(0)
+        self._leapt_from: tuple[FloatArray, float] | None = None
         self.nodes = _ordered(graph)
         self._rank = rank = {node: rank for rank, node in enumerate(self.nodes)}
         self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
@@ -50,13 +63,16 @@ class Dual:
             self._owner[at : at + size] = np.arange(first, first + size)
         turned = [(other, node) for node, other in self._edges]
         sending: tuple[tuple[list[Link], bool], ...] = ((self._edges, True), (turned, False))
+        entries = sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
+        self.is_slow = parts = entries > MUCH_WORK
         self._forward, self._backward = (
-            [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared)] for links, ahead in sending
+            [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared, parts=parts)]
+            for links, ahead in sending
         )
-        self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False)
         self._sizes = [graph.size(node) for node in self.nodes]
         # Both directions send over as many entries.
-        self._work = len(self._forward) * BATCH_WORK + sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
+        self._work = len(self._forward) * BATCH_WORK + entries
+        self._all = batches_of(graph, self._edges, dict.fromkeys(self.nodes, 0), places, self._shared, fills=False, parts=parts)
         behind = [sum(rank[other] < rank[node] for other in graph.links[node]) for node in self.nodes]
         shares = np.array([self._shared(node) for node in self.nodes])
         self._share = np.repeat(shares, self._sizes)
@@ -121,6 +137,8 @@ class Dual:
     def sweep(self, num_sweeps: int, expired: Callable[[], bool]) -> None:
         """Sends messages along all edges forward and backward, `num_sweeps` times; the bound does not fall."""
         for _ in range(num_sweeps):
+            if self._worth_a_leap < math.inf:
+                self._leap()
             for batches in (self._forward, self._backward):
                 if expired():
                     return
@@ -131,6 +149,36 @@ class Dual:
                         self._send_one(batch, totals)
                     else:
                         self._send(batch, totals)
+
+    def may_leap(self, spare: float) -> None:
+        """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost."""
+        self._worth_a_leap = WORTH_LEAP * spare
+
+    def parts(self, num_sweeps: int) -> tuple[int, ...]:
+        """Divides sweeps by the times at which a look at the bound is worth it."""
+        every = PART_SWEEPS if self.is_slow else num_sweeps
+        return tuple([min(every, num_sweeps - done) for done in range(0, num_sweeps, every)])
+
+    def _leap(self) -> None:
+        """Counts a sweep that is about to start, and leaps before every so many; no more after a leap that led nowhere."""
+        place = self._sweeps % LEAP_SWEEPS
+        if place == LEAP_SWEEPS // 2:
+            self._earlier = self._messages.copy()
+        elif place == 0:
+            value = self.value()
+            if not self._turns_back(value):
+                if value - self._risen_to >= self._worth_a_leap:
+                    self._leapt_from = self._messages.copy(), value
+                    self._messages += LEAP * (self._messages - self._earlier)
+                self._risen_to = value
+        self._sweeps += 1
+
+    def _turns_back(self, value: float) -> bool:
+        """Returns to the messages before the last leap if the bound, whose value is given, was higher there."""
+        if self._leapt_from is None or value >= self._leapt_from[1]:
+            return False
+        self._messages, self._leapt_from, self._worth_a_leap = self._leapt_from[0], None, math.inf
+        return True
 
     def _send_one(self, edge: Single, totals: FloatArray) -> None:
         messages = self._messages
@@ -192,9 +240,10 @@ class Dual:
         return found
 
     def bound(self) -> Bound:
-        """Returns the bound of the present messages."""
+        """Returns the bound of the present messages, after a look back at the last leap."""
         self._graph.pool.allowance.charge(2 * self._work if self.nodes else 0)
-        return self._bound()
+        found = self._bound()
+        return self._bound() if self._turns_back(found.value) else found
 
     def _bound(self) -> Bound:
         if not self.nodes:

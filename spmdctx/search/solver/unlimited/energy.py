@@ -15,7 +15,7 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
-from spmdctx.search.solver.unlimited.dominance import discard, supported
+from spmdctx.search.solver.unlimited.dominance import discard, supported, thin
 from spmdctx.search.solver.unlimited.dual import Bound, Dual, Resumed
 from spmdctx.search.solver.unlimited.eliminate import Memo, eliminate, order
 from spmdctx.search.solver.unlimited.triples import Triples
@@ -134,7 +134,7 @@ class Minimisation:
 
     def __init__(self, graph: CostGraph, search: SolverRun, resumed: Resumed | None = None) -> None:
         self._core, self._search, self._resumed = graph.copy(), search, resumed
-        self._is_possible = shrink(self._core, search)
+        self._is_possible = shrink(self._core, search) and (not thin(self._core) or shrink(self._core, search))
         self._shells: _Shells | None = None
 
     @property
@@ -149,9 +149,7 @@ class Minimisation:
         """
         if not self._is_possible:
             return None
-        found = None
-        if self._shells is None:
-            found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK)
+        found = _eliminated(self._core, self._search, NARROW_WORK if narrow else DIRECT_WORK) if self._shells is None else None
         if found is None:
             self._shells = self._shells or _Shells(self._core, self._search, self._resumed)
             found = self._shells.run()
@@ -241,16 +239,20 @@ class _Shells:
         return not ((self._is_near() and self._closed(bound)) or self.search.expired())
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
-        for part in (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(self.search.enough) else (num_sweeps,):
+        before, enough = self._of_messages, self.search.enough
+        if dual.is_slow:
+            dual.may_leap(0.0 if before is None else self._spare(before))
+        parts = (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(enough) else dual.parts(num_sweeps)
+        enough = min(enough, self.search.cutoff if self.search.cutoff > -np.inf else np.inf)
+        for part in parts:
             dual.sweep(part, self.search.expired)
             self.search.count("sweeps", part)
             bound = dual.bound()
-            if bound.value + self.core.base >= self.search.enough:
+            if bound.value + self.core.base >= enough:
                 break
         self._raise(bound.value + self.core.base)
         states = dual.decode()
-        value = descend(self.core, states)
-        self._offer(Minimum(states, value + self.core.base, 0.0))
+        self._offer(Minimum(states, descend(self.core, states) + self.core.base, 0.0))
         return bound
 
     def _rounds(self, *, is_resumed: bool) -> Iterator[int]:
@@ -263,8 +265,7 @@ class _Shells:
         yield from SWEEPS[: self.search.rounds]
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
-        sizes, links = self.core.size, self.core.links
-        work = sum(sizes(node) * sizes(other) for node in self.core.nodes() for other in links[node])
+        work = sum(self.core.size(node) * self.core.size(other) for node in self.core.nodes() for other in self.core.links[node])
         before = self.bound
         for _ in range(int(MORE_WORK * 4.0**self.search.effort / (work * MORE_SWEEPS))):
             if self._gap() <= GOOD_GAP / 4**self.search.effort * abs(self.best.cost):

@@ -5,7 +5,7 @@ from spmdctx.search.solver.problem.graph import CostGraph, cost_of
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
 from spmdctx.search.solver.unlimited import dual as dual_module
-from spmdctx.search.solver.unlimited.dominance import discard, supported
+from spmdctx.search.solver.unlimited.dominance import discard, supported, thin
 from spmdctx.search.solver.unlimited.dual import Dual
 from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
 from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
@@ -25,9 +25,9 @@ def grid(side, num_states, seed):
     return Problem(costs, tuple(edges))
 
 
-@pytest.mark.parametrize("by_colour", [False, True])
+@pytest.mark.parametrize(("by_colour", "num_sweeps"), [(False, 2), (True, 2), (False, 20)])
 @pytest.mark.parametrize("seed", range(40))
-def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, monkeypatch):
+def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, num_sweeps, monkeypatch):
     monkeypatch.setattr(dual_module, "MAX_NUMBERED", 0 if by_colour else 1000)
     problem = random_problem(seed, with_memory=False)
     graph = CostGraph.of(problem.costs, problem.edges, Pool())
@@ -35,9 +35,11 @@ def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, monkeypatch)
     if not supported(graph) or np.isinf(true.cost):
         return
     dual = Dual(graph)
+    # Leaps start after more sweeps than two.
+    dual.may_leap(-1.0)
     last = -np.inf
     for _ in range(3):
-        dual.sweep(2, lambda: False)
+        dual.sweep(num_sweeps, lambda: False)
         bound = dual.bound()
         assert last - 1e-6 <= bound.value <= true.cost + 1e-9
         last = bound.value
@@ -54,14 +56,42 @@ def test_a_tree_has_no_gap():
     assert dual.bound().value == pytest.approx(cost_of([graph.costs(node) for node in range(20)], edges, states), abs=1e-9)
 
 
+def bound_after(problem, num_sweeps, *, leaps=False):
+    dual = Dual(CostGraph.of(problem.costs, problem.edges, Pool()))
+    if leaps:
+        dual.may_leap(0.0)
+    dual.sweep(num_sweeps, lambda: False)
+    return dual.bound().value
+
+
+def test_leaps_save_sweeps_on_long_rings():
+    """Messages of a ring change slowly, and always in one direction."""
+    random = np.random.default_rng(3)
+    costs = tuple(random.random(4) for _ in range(30))
+    problem = Problem(costs, tuple(Edge(node, (node + step) % 30, random.random((4, 4))) for node in range(30) for step in (1, 7)))
+    assert bound_after(problem, 30, leaps=True) > bound_after(problem, 45)
+
+
+def test_edges_of_one_large_table_get_the_same_messages_at_once_and_one_by_one(monkeypatch):
+    random = np.random.default_rng(1)
+    table = random.random((70, 70))
+    edges = [Edge(one, 3 + two, table) for one in range(3) for two in range(3)]
+    problem = Problem(tuple(random.random(70) for _ in range(6)), tuple(edges[:7]))
+    at_once = bound_after(problem, 4)
+    monkeypatch.setattr(dual_module, "MUCH_WORK", 0.0)
+    assert bound_after(problem, 4) == pytest.approx(at_once, abs=1e-12)
+
+
+@pytest.mark.parametrize("remove", [discard, thin])
 @pytest.mark.parametrize("seed", range(30))
-def test_dominated_states_do_not_change_the_optimum(seed):
+def test_dominated_states_do_not_change_the_optimum(seed, remove, monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.dominance.WIDE", 2)
     problem = random_problem(seed, with_memory=False)
     graph = CostGraph.of(problem.costs, problem.edges, Pool())
     true = truth(problem)
     if supported(graph):
         before = sum(graph.size(node) for node in graph.nodes())
-        assert discard(graph) == before - sum(graph.size(node) for node in graph.nodes())
+        assert remove(graph) == before - sum(graph.size(node) for node in graph.nodes())
         found = minimise(graph, SolverRun())
         assert (np.inf if found is None else found.cost) == pytest.approx(true.cost)
     else:
@@ -89,3 +119,16 @@ def test_the_bound_is_honest_when_work_is_short(monkeypatch):
         monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
     found = minimise(graph, SolverRun(work=100, rounds=1))
     assert found.bound <= exact.cost <= found.cost
+
+
+def test_a_cutoff_is_noticed_between_many_sweeps(monkeypatch):
+    problem = grid(6, 8, 0)
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    sweeps = {}
+    for work in (np.inf, 0.0):
+        monkeypatch.setattr(dual_module, "MUCH_WORK", work)
+        search = SolverRun(cutoff=0.5 * minimise(graph, SolverRun()).cost)
+        monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.DIRECT_WORK", 100)
+        assert minimise(graph, search).bound >= search.cutoff
+        sweeps[work] = search.counts["sweeps"]
+    assert sweeps[0.0] < sweeps[np.inf]
