@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jexc
+from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding
 
 from spmdctx.cost.price.directives import Directives
@@ -39,11 +40,13 @@ class JitOptions(NamedTuple):
         donated: indices of the input leaves whose buffers the step may reuse.
         compiler_options: options for XLA, for this program only.
         name: name of the function in profiles and dumps.
+        free_layouts: indices of the output leaves whose layout in memory the compiler chooses.
     """
 
     donated: Sequence[int] = ()
     compiler_options: Mapping[str, Any] | None = None
     name: str = "step"
+    free_layouts: frozenset[int] = frozenset()
 
 
 DEFAULT_OPTIONS = JitOptions()
@@ -79,7 +82,7 @@ def jit_program(
     jitted = jax.jit(
         _evaluator(jaxpr_to_compile(program, assignment, mesh, devices, directives), options.name),
         in_shardings=inputs,
-        out_shardings=outputs,
+        out_shardings=tuple(Format(Layout.AUTO, own) if index in options.free_layouts else own for index, own in enumerate(outputs)),
         donate_argnums=tuple(options.donated),
         compiler_options=dict(options.compiler_options) if options.compiler_options else None,
     )

@@ -11,24 +11,29 @@ from jax.sharding import NamedSharding
 
 from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import JitOptions, as_held, jit_program
+from spmdctx.machine.xla.kept.layouts import LAYOUTS_ON
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.routes import is_here
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask
 from spmdctx.trace.specs import make_mesh, named_sharding
 
+_STAYING = frozenset({Holds.KEPT, Holds.LINK})
+"""What only programs of the same chunk read."""
+
 
 @dataclass(frozen=True)
 class Jitted:
     """A planned program: where its operands and results lie, and what runs it, None where its stage belongs to other processes.
 
-    `types` are those in which the tape passes its operands.
+    `types` are those in which the tape passes its operands. The compiler chooses how results of `free_layouts` lie in memory.
     """
 
     run: jax.stages.Wrapped | None
     in_shardings: tuple[NamedSharding, ...]
     out_shardings: tuple[NamedSharding, ...]
     types: tuple[jax.ShapeDtypeStruct, ...]
+    free_layouts: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], optio
     if not is_here(named_sharding(mesh, ())):
         return Jitted(None, inputs, outputs, placed_types(avals, inputs))
     program = jit_program(planned.program, planned.assignment, planned.mesh, devices, planned.directives, options)
-    return Jitted(program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings))
+    return Jitted(
+        program.jitted, program.in_shardings, program.out_shardings, placed_types(avals, program.in_shardings), options.free_layouts
+    )
 
 
 def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any], reduction: PlannedTask | None = None) -> CompiledChunk:
@@ -85,7 +92,9 @@ def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, N
     renewed = set(program.outputs)
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM and slot in renewed]
     name = f"pipeline_{task.name or program.kind.name.lower()}"
-    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name))
+    chooses = devices[0].platform in LAYOUTS_ON
+    free = frozenset(index for index, slot in enumerate(program.outputs) if chooses and slot.holds in _STAYING)
+    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name, free_layouts=free))
     shardings.update(zip(program.inputs, made.in_shardings, strict=True))
     shardings.update(zip(program.outputs, made.out_shardings, strict=True))
     return CompiledTask(made, program.inputs, program.outputs)

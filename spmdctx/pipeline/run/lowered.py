@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
@@ -10,15 +12,34 @@ import jax
 T = TypeVar("T", bound=jax.stages.Lowered | jax.stages.Compiled)
 
 
-class Lowerable(NamedTuple):
-    """A jitted program, and the types in which a call passes its operands."""
+class Kept(NamedTuple):
+    """An operand that lies in memory as the program that makes it chooses: where it is among the operands, and among `maker`'s results."""
+
+    operand: int
+    maker: Lowerable
+    result: int
+
+
+@dataclass(frozen=True)
+class Lowerable:
+    """A jitted program, and the types in which a call passes its operands; `kept` are those whose layouts other programs choose."""
 
     run: jax.stages.Wrapped
     types: tuple[jax.ShapeDtypeStruct, ...]
+    kept: tuple[Kept, ...] = ()
 
     def lower(self) -> jax.stages.Lowered:
-        """Lowers the program; calls share what is compiled."""
-        return self.run.lower(*self.types)
+        """Lowers the program, for which those that choose its operands' layouts are compiled; calls share what is compiled."""
+        types = list(self.types)
+        for operand, maker, result in self.kept:
+            types[operand] = types[operand].update(sharding=maker.out_formats[result])
+        return self.run.lower(*types)
+
+    @cached_property
+    def out_formats(self) -> Sequence[Any]:
+        """The layout and sharding of each result, for which the program is compiled."""
+        formats: Sequence[Any] = self.lower().compile().output_formats
+        return formats
 
 
 class _Programs(Mapping[str, T], Generic[T]):
