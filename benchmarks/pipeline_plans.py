@@ -22,11 +22,13 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 import spmdctx
+from spmdctx.gradients import capture as gradients
 from spmdctx.models import abstract_program, preset
 from spmdctx.models.training import train_step
+from spmdctx.pipeline.capture import carrier
 from spmdctx.pipeline.cut.choose import choose_cuts
 from spmdctx.pipeline.stages.staging import cut_loss
-from spmdctx.step.pipelined import make
+from spmdctx.step.pipelined import auto, make
 
 MODELS = ("llama2-7b", "llama2-13b", "llama2-70b")
 COLUMNS = ("model", "stages", "trace s", "cut s", "plan s", "longest/mean", "step s", "idle", "of chunks", "of cuts", "estimated", "GiB")
@@ -48,7 +50,8 @@ def _timed(capture: Callable[..., Any]) -> Callable[..., Any]:
 
 def main() -> int:
     """Plans what the arguments choose, and prints a row for each plan."""
-    make.capture_step, make.capture_pipelined = _timed(make.capture_step), _timed(make.capture_pipelined)
+    make.capture_step = _timed(gradients.capture_step)
+    carrier.capture_pipelined = auto.capture_pipelined = _timed(carrier.capture_pipelined)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(MODELS), help=f"some of {', '.join(MODELS)}")
     parser.add_argument("--stages", default="1,2,4,8", help="numbers of stages (default: 1,2,4,8)")

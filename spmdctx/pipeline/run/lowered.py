@@ -72,6 +72,8 @@ class LoweredPipeline(_Programs[jax.stages.Lowered]):
     of what the loss reads and the step computes, `after1_0` of stage 0 in the second round after the loss, `after1_all` of what all
     stages share by layers there. `begin0` divides the batch of chunk 0, and `end_0` joins what stage 0 has made of micro-batches.
     `layers_cut_0` takes stacked layers that stage 0 keeps and does not use so, and `layers_put_0` joins those that it uses.
+
+    On TPU, programs of the forward pass are compiled while those of the backward pass are lowered, which read what they keep as it lies.
     """
 
     def as_text(self, dialect: str | None = None) -> str:
