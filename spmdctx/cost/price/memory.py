@@ -27,6 +27,7 @@ from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_tiles, laid_out
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
+from spmdctx.machine.xla.schedule import LITTLE_BYTES
 
 
 class MemoryCount:
@@ -82,10 +83,11 @@ class MemoryCount:
         set_peak(bill, alive.tolist(), self._assigned.topology)
 
     def _found(self, bill: Bill) -> StepMemory:
-        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate nothing else."""
+        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else."""
         step, compiler = self._assigned.step, self._assigned.topology.compiler
         is_held = bool(step.graph.accumulators and self._directives.loop_sums.totals)
-        if bill.collectives or not is_held or compiler.delays_gradients:
+        moved_bytes = sum(row.payload_bytes * row.repeats for row in bill.collectives)
+        if moved_bytes > LITTLE_BYTES or not is_held or compiler.delays_gradients:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 

@@ -1,0 +1,59 @@
+"""Peaks of passes that leave gradients unreduced: products wait for nothing if next to nothing is communicated."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import spmdctx
+from spmdctx.cost.price import memory
+
+WIDTH, HEADS, TOKENS = 512, 8, 256
+
+
+def scaled(x):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+@jax.checkpoint
+def layer(own, x):
+    q, k, v = (part.reshape(*x.shape[:2], HEADS, -1) for part in jnp.split(scaled(x) @ own["qkv"] + own["b"], 3, -1))
+    weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    x = x + own["g"] * (jnp.einsum("bhqk,bkhd->bqhd", weights, v).reshape(x.shape) @ own["o"])
+    return x + jax.nn.gelu(scaled(x) @ own["u"]) @ own["d"]
+
+
+def step(params, batch):
+    def loss(params, batch):
+        x = batch["x"] @ params["in"] + params["pos"]
+        for own in params["layers"]:
+            x = layer(own, x)
+        return jnp.mean((x.mean(1) @ params["head"] - batch["y"]) ** 2)
+
+    return jax.tree.map(lambda old, new: old - 0.1 * new, params, spmdctx.grad(loss)(params, batch))
+
+
+def stage_peaks():
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    sizes = {
+        "qkv": (WIDTH, 3 * WIDTH),
+        "b": (3 * WIDTH,),
+        "g": (WIDTH,),
+        "o": (WIDTH, WIDTH),
+        "u": (WIDTH, 4 * WIDTH),
+        "d": (4 * WIDTH, WIDTH),
+    }
+    layers = [{name: of(*shape) for name, shape in sizes.items()} for _ in range(6)]
+    params = {"layers": layers, "in": of(192, WIDTH), "pos": of(TOKENS, WIDTH), "head": of(WIDTH, 100)}
+    options = {"topology": "tpu-v5p", "device_num": 4, "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
+    plan = spmdctx.plan(step, params, {"x": of(64, TOKENS, 192), "y": of(64, 100)}, parallel_mode="auto_parallel", **options)
+    return [stage.memory_bytes for stage in plan.stages]
+
+
+@pytest.mark.parametrize(("little_bytes", "waits"), [(-1, True), (2**20, False), (2**40, False)])
+def test_products_wait_where_a_pass_communicates(monkeypatch, little_bytes, waits):
+    known = stage_peaks()
+    monkeypatch.setattr(memory, "LITTLE_BYTES", little_bytes)
+    assert [peak > 1.5 * own for peak, own in zip(stage_peaks(), known, strict=True)] == [waits, waits]
