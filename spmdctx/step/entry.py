@@ -12,8 +12,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from spmdctx.errors import UnsupportedError
-from spmdctx.lowering.compile_options import compile_options
-from spmdctx.lowering.scheduler_limit import scheduler_options
+from spmdctx.lowering.program_options import fusion_options, limit_options
 from spmdctx.machine.devices import backend_of
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.plan.plan import Plan
@@ -139,21 +138,11 @@ class Entry:
     @cached_property
     def _scheduler_options(self) -> dict[str, int | str]:
         environment = self.environment
-        device_bytes = environment.device_bytes
-        if device_bytes is None:
-            return {}
-        devices = environment.devices[: self.planned.mesh.num_devices]
-        return scheduler_options(devices, self.plan.cost.memory_bytes, device_bytes, environment.settings.memory_bytes)
+        return limit_options(self.planned, environment.devices, environment.device_bytes, environment.settings.memory_bytes)
 
     @cached_property
     def _fusion_options(self) -> dict[str, int | str]:
-        planned = self.planned
-        devices = self.environment.devices[: planned.mesh.num_devices]
-        sums = [row for row in planned.plan.collectives if row.kind in ("reduce_scatter", "all_reduce")]
-        largest = max(sums, key=lambda row: (row.kind == "reduce_scatter", row.payload_bytes), default=None)
-        ways = 1 if largest is None else planned.mesh.num_slices(largest.axes)
-        grouped = bool(planned.directives.groups) or any(one.bucket is not None for one in planned.plan.gradients)
-        return compile_options(devices, self.environment.context, ways, grouped)
+        return fusion_options(self.planned, self.environment.devices, self.environment.context)
 
     @cached_property
     def program(self) -> CompiledProgram:

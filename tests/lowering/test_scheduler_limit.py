@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmdctx
-import spmdctx.step.entry
-from spmdctx.lowering import scheduler_limit
+from spmdctx.lowering import compile as compile_module
+from spmdctx.lowering import program_options, scheduler_limit
 from spmdctx.lowering.scheduler_limit import scheduler_options
 from spmdctx.machine.presets import GIB
-from spmdctx.step import entry
 from tests.audit.compile_only import need_gpu, need_tpu
 from tests.own_process import numbers
 
@@ -60,8 +59,8 @@ def arguments():
 def entry_options(monkeypatch, **options):
     """The options of a step as its program gets them."""
     seen = []
-    jit_program = entry.jit_program
-    monkeypatch.setattr(entry, "jit_program", lambda *args: seen.append(args[-1]) or jit_program(*args))
+    jit_program = compile_module.jit_program
+    monkeypatch.setattr(compile_module, "jit_program", lambda *args: seen.append(args[-1]) or jit_program(*args))
     spmdctx.parallel(step, parallel_mode="data_parallel", **options).lower(*arguments())
     return seen[-1].compiler_options
 
@@ -78,7 +77,9 @@ def test_a_step_for_devices_of_unknown_memory_gives_none(monkeypatch):
 def test_a_step_with_a_limit_alone_runs_inside_another_jit_without_it(monkeypatch):
     told = []
     # An option that the CPU compiler accepts too.
-    monkeypatch.setattr(entry, "scheduler_options", lambda *_: told.append(True) or {"xla_gpu_all_reduce_combine_threshold_bytes": 1})
+    monkeypatch.setattr(
+        program_options, "scheduler_options", lambda *_: told.append(True) or {"xla_gpu_all_reduce_combine_threshold_bytes": 1}
+    )
     parallel = spmdctx.parallel(step, parallel_mode="data_parallel")
     expected = step(*arguments())[1]
     for _ in range(3):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding
 
 from spmdctx.ir.graph import LITERAL
 from spmdctx.lowering.compile import JitOptions, as_held, jit_program
+from spmdctx.lowering.compile_options import Options
 from spmdctx.machine.xla.kept.layouts import LAYOUTS_ON
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.run.routes import is_here
@@ -20,6 +21,14 @@ from spmdctx.trace.specs import make_mesh, named_sharding
 
 _STAYING = frozenset({Holds.KEPT, Holds.LINK})
 """What only programs of the same chunk read."""
+
+OptionsOf = Callable[[Planned, Sequence[Any]], Options]
+"""Gives the compile options of a planned program for the devices of its stage."""
+
+
+def no_options(planned: Planned, devices: Sequence[Any]) -> Options:
+    """Returns no options."""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -80,21 +89,25 @@ def jitted(planned: Planned, avals: Sequence[Any], devices: Sequence[Any], optio
     )
 
 
-def compiled_chunk(chunk: PlannedChunk, devices: Sequence[Any], reduction: PlannedTask | None = None) -> CompiledChunk:
+def compiled_chunk(
+    chunk: PlannedChunk, devices: Sequence[Any], reduction: PlannedTask | None = None, options_of: OptionsOf = no_options
+) -> CompiledChunk:
     """Jits the programs of a chunk for the devices of its stage, and the one that completes its gradients; nothing is compiled yet."""
     shardings: dict[Slot, NamedSharding] = {}
-    tasks = {kind: _compiled(task, devices, shardings) for kind, task in chunk.tasks.items()}
-    return CompiledChunk(tasks, shardings, chunk, _compiled(reduction, devices, shardings) if reduction is not None else None)
+    tasks = {kind: _compiled(task, devices, shardings, options_of) for kind, task in chunk.tasks.items()}
+    last = _compiled(reduction, devices, shardings, options_of) if reduction is not None else None
+    return CompiledChunk(tasks, shardings, chunk, last)
 
 
-def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding]) -> CompiledTask:
+def _compiled(task: PlannedTask, devices: Sequence[Any], shardings: dict[Slot, NamedSharding], options_of: OptionsOf) -> CompiledTask:
     planned, program = task.planned, task.program
     renewed = set(program.outputs)
     donated = [index for index, slot in enumerate(program.inputs) if slot.holds is Holds.SUM and slot in renewed]
     name = f"pipeline_{task.name or program.kind.name.lower()}"
     chooses = devices[0].platform in LAYOUTS_ON
     free = frozenset(index for index, slot in enumerate(program.outputs) if chooses and slot.holds in _STAYING)
-    made = jitted(planned, program.jaxpr.in_avals, devices, JitOptions(donated, name=name, free_layouts=free))
+    options = JitOptions(donated, options_of(planned, devices), name, free)
+    made = jitted(planned, program.jaxpr.in_avals, devices, options)
     shardings.update(zip(program.inputs, made.in_shardings, strict=True))
     shardings.update(zip(program.outputs, made.out_shardings, strict=True))
     return CompiledTask(made, program.inputs, program.outputs)

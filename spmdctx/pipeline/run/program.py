@@ -18,7 +18,7 @@ from spmdctx.pipeline.capture.around import SPREAD
 from spmdctx.pipeline.cut.line import is_array
 from spmdctx.pipeline.programs.slots import Holds, Slot
 from spmdctx.pipeline.programs.transfers import Moved
-from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, compiled_chunk, jitted, placed_types
+from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, OptionsOf, compiled_chunk, jitted, no_options, placed_types
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
 from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
 from spmdctx.pipeline.run.layers import LayerWriter
@@ -56,13 +56,14 @@ class PipelineProgram:
     Args:
         pipeline: the planned step.
         devices: at least as many as the plan has; stage s takes the s-th part of them.
+        options_of: gives the compile options of each program.
 
     Raises:
         UnsupportedError: a stage has a part of a process's devices, and others of another process.
     """
 
-    def __init__(self, pipeline: PlannedPipeline, devices: Sequence[Any]) -> None:
-        self._pipeline = pipeline
+    def __init__(self, pipeline: PlannedPipeline, devices: Sequence[Any], options_of: OptionsOf = no_options) -> None:
+        self._pipeline, self._options_of = pipeline, options_of
         self._body = pipeline.around.jaxpr.jaxpr
         self._grounds = Grounds(pipeline.mesh, devices, pipeline.schedule.num_stages)
         check_stages([self._grounds.on((stage,), ()) for stage in self._grounds.stages])
@@ -140,7 +141,7 @@ class PipelineProgram:
         layers = LayerWriter(tape, values, self._grounds, lowerable, self._dims)
         layers.take([own for own in pipeline.stacks if not own.stack.is_gradient])
         chunks = [
-            compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)], pipeline.reductions.get(number))
+            compiled_chunk(chunk, self._grounds.devices[pipeline.stage_of_chunk(number)], pipeline.reductions.get(number), self._options_of)
             for number, chunk in enumerate(pipeline.planned)
         ]
         held = [self._write_begin(tape, values, number, chunk, lowerable) for number, chunk in enumerate(chunks)]
@@ -277,7 +278,8 @@ class PipelineProgram:
             for one in programs:
                 stages, program = self._pipeline.stages_with(one.program.stage), one.program
                 devices = [device for stage in stages for device in self._grounds.devices[stage]]
-                own = jitted(one.planned, program.jaxpr.in_avals, devices, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+                options = JitOptions(one.donated, self._options_of(one.planned, devices), f"pipeline_{one.name}")
+                own = jitted(one.planned, program.jaxpr.in_avals, devices, options)
                 given = [values.over(var, stages, place) for var, place in zip(program.inputs, own.in_shardings, strict=True)]
                 _note(lowerable, one.name, own)
                 ready.append((one, own, given))

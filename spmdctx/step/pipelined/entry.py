@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding
 
 from spmdctx.communication.transfers import can_transfer
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError
+from spmdctx.lowering.compile_options import Options
+from spmdctx.lowering.program_options import fusion_options, limit_options
 from spmdctx.machine.xla.collectives.ways import ways_of
 from spmdctx.pipeline.assemble import assembled
 from spmdctx.pipeline.audit.report import Built, audit_pipeline
@@ -23,6 +25,7 @@ from spmdctx.pipeline.run.lowered import LoweredPipeline
 from spmdctx.pipeline.run.program import PipelineProgram
 from spmdctx.pipeline.search.plan import plan_pipeline
 from spmdctx.pipeline.stages.notes import crossing_after, selected_branches, undivided_batch, whole_backward, without_buckets
+from spmdctx.pipeline.stages.plans import Planned
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.entry import Entry
@@ -258,7 +261,13 @@ class PipelinedEntry(Entry):
                 got=f"pipeline_stages={stages}, each on {counted(needed // stages, 'device')} of its own: {own}",
                 fix=f"use step.plan, or a mesh of {len(devices) // stages} devices: that of one stage",
             )
-        return _Program(PipelineProgram(self.pipeline, devices[:needed]))
+        return _Program(PipelineProgram(self.pipeline, devices[:needed], self._options_of))
+
+    def _options_of(self, planned: Planned, devices: Sequence[Any]) -> Options:
+        """Returns the compile options of a program: the limit of its scheduler, and how its collectives are combined."""
+        own = self.environment
+        limits = limit_options(planned, devices, own.device_bytes, own.settings.memory_bytes)
+        return {**limits, **fusion_options(planned, devices, own.context)}
 
     @cached_property
     def _inner(self) -> Any:
