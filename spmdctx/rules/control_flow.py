@@ -71,13 +71,11 @@ def _may_hold_bodies(param: Any) -> bool:
     return any(map(_may_hold_bodies, param)) if isinstance(param, tuple | list) else is_body(param)
 
 
-def with_bodies(params: dict[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
-    """Returns the parameters of an equation with a function of each body in place of it; others stay the objects that they are.
-
-    Without bodies, the parameters are returned themselves.
-    """
+def with_bodies(params: Mapping[str, Any], function: Callable[[Any], Any]) -> dict[str, Any]:
+    """Returns the parameters of an equation with a function of each body in place of it; others stay the objects that they are."""
     if not any(map(_may_hold_bodies, params.values())):
-        return params
+        # A dict of its own: the equation's is shared, and callers write into what they get.
+        return dict(params)
     return {name: with_entries(param, lambda value: function(value) if is_body(value) else value) for name, param in params.items()}
 
 

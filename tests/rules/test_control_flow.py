@@ -47,3 +47,10 @@ def test_only_bodies_are_replaced_and_tuples_keep_their_types(name):
 
 def test_a_function_with_a_program_of_its_own_is_no_body():
     assert not is_body(jax.jit(jnp.sin))
+
+
+@pytest.mark.parametrize("params", [{}, {"axis": 0}, {"jaxpr": OTHER}])
+def test_what_is_written_into_new_parameters_is_not_in_the_old_ones(params):
+    known = dict(params)
+    with_bodies(params, lambda body: body)["callback"] = print
+    assert params == known
