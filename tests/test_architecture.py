@@ -48,7 +48,7 @@ INNER = {
         *("dynamic", "recursive", "whatif", "reduced_once", "select"),
     ),
     "search/solver": ("problem", "unlimited", "limited", "solve"),
-    "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite", "compile"),
+    "lowering": ("compile_options compile_only", "scheduler_limit", "rewrite program_options", "compile"),
     "plan": (
         "rows alternatives",
         "data",
