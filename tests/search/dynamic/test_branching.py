@@ -37,36 +37,38 @@ def test_where_too_many_are_left_the_cheapest_that_was_seen_is_given():
     assert _best(lambda solution: False, work=24).found is None
 
 
-@pytest.mark.parametrize(("most", "cost"), [(3, None), (4, 3), (5, 3)])
-def test_work_that_is_allowed_once_a_solution_is_known_is_used_for_a_cheaper_one(most, cost):
-    solved, accepted = [], []
+def _three_or_four(accepted):
+    """Accepts solutions that cost 3 or 4, and notes each answer."""
 
     def accept(solution):
         accepted.append(solution.cost in (3, 4))
         return accepted[-1]
+
+    return accept
+
+
+@pytest.mark.parametrize(("most", "cost"), [(3, None), (4, 3), (5, 3)])
+def test_work_that_is_allowed_once_a_solution_is_known_is_used_for_a_cheaper_one(most, cost):
+    solved, accepted = [], []
 
     def counted(problem):
         solved.append(problem)
         return solve(problem)
 
     # The fourth problem has the solution of 4, and the fifth that of 3.
-    best = _best(accept, solver=counted, is_over=lambda: len(solved) >= most and not any(accepted))
+    best = _best(_three_or_four(accepted), solver=counted, is_over=lambda: len(solved) >= most and not any(accepted))
     assert (best.found and best.found.cost, best.is_cut) == (cost, cost is None)
 
 
 def test_a_part_in_whose_midst_the_work_ends_is_solved_again_once_more_is_allowed():
     solved, accepted = [], []
 
-    def accept(solution):
-        accepted.append(solution.cost in (3, 4))
-        return accepted[-1]
-
     def cut(problem):
         solved.append(problem)
         # The fifth problem has the solution of 3.
         return Infeasible(0, 0.0, 1.0, is_proven=False, lower_bound=1.0) if len(solved) == 5 else solve(problem)
 
-    best = _best(accept, solver=cut, is_over=lambda: len(solved) >= 5 and not any(accepted))
+    best = _best(_three_or_four(accepted), solver=cut, is_over=lambda: len(solved) >= 5 and not any(accepted))
     assert (best.found.cost, best.lower_bound, best.is_cut) == (3, 3, False)
 
 
