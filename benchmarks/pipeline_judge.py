@@ -20,8 +20,12 @@ import jax
 from benchmarks.judge import Judgement, judge_text
 from benchmarks.judge_compile import compile_program, key_of
 from benchmarks.judge_links import H100_HOSTS, Hosts, Slice, slice_of
+from spmdctx.context.layers import current_context
 from spmdctx.lowering.compile import JitOptions
 from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
+from spmdctx.lowering.compile_options import Options
+from spmdctx.lowering.program_options import fusion_options, limit_options
+from spmdctx.machine.devices import default_topology
 from spmdctx.machine.topology import Topology
 from spmdctx.pipeline.run.compiled import compiled_chunk, jitted
 from spmdctx.pipeline.schedule.simulate import simulate
@@ -87,7 +91,9 @@ def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
             found[task.name] = _Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
     for task in pipeline.reductions.values():
         plan = task.planned
-        found[task.name] = _Program(plan.plan, plan.assignment, _lower(plan, task.program.jaxpr.in_avals, JitOptions(name=task.name)))
+        found[task.name] = _Program(
+            plan.plan, plan.assignment, lowers(plan, task.program.jaxpr.in_avals, JitOptions(name=f"pipeline_{task.name}"))
+        )
     for one in (one for programs in pipeline.rounds for one in programs):
         found[one.name] = _Program(one.planned.plan, one.planned.assignment, _after_lower(one))
     return found
@@ -95,23 +101,29 @@ def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
 
 def _task_lower(chunk: Any, kind: Kind) -> Lower:
     def lower(devices: Sequence[Any]) -> jax.stages.Lowered:
-        made = compiled_chunk(chunk, devices).tasks[kind].jitted
-        return made.run.lower(*made.types)
+        return compiled_chunk(chunk, devices, options_of=_options_of).lowerable[kind].lower()
 
     return lower
 
 
 def _after_lower(one: Any) -> Lower:
-    return _lower(one.planned, one.program.jaxpr.in_avals, JitOptions(one.donated, name=f"pipeline_{one.name}"))
+    return lowers(one.planned, one.program.jaxpr.in_avals, JitOptions(one.donated, name=f"pipeline_{one.name}"))
 
 
-def _lower(planned: Any, avals: Sequence[Any], options: JitOptions) -> Lower:
+def lowers(planned: Any, avals: Sequence[Any], options: JitOptions) -> Lower:
+    """What lowers a planned program with the compile options of steps, for operands of these types."""
+
     def lower(devices: Sequence[Any]) -> jax.stages.Lowered:
-        made = jitted(planned, avals, devices, options)
+        made = jitted(planned, avals, devices, options._replace(compiler_options=_options_of(planned, devices)))
         assert made.run is not None, "all devices are here"
         return made.run.lower(*made.types)
 
     return lower
+
+
+def _options_of(planned: Any, devices: Sequence[Any]) -> Options:
+    memory = default_topology(devices[0])[0].memory_bytes
+    return {**limit_options(planned, devices, memory, None), **fusion_options(planned, devices, current_context())}
 
 
 def judged_programs(pipeline: PlannedPipeline, machine: Machine, folder: Path, *, codegen: bool = False) -> Iterator[Judged]:

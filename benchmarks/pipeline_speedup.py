@@ -33,6 +33,7 @@ from benchmarks.pipeline_judge import (
     judged_apart,
     judged_programs,
     judged_seconds,
+    lowers,
     peak_bytes,
     planned_seconds,
     reduced_once,
@@ -41,7 +42,6 @@ from benchmarks.pipeline_judge import (
 from spmdctx.lowering.compile import JitOptions
 from spmdctx.models import UNSPLIT, Split, abstract_program, preset
 from spmdctx.models.training import train_step
-from spmdctx.pipeline.run.compiled import jitted
 from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.stages.memory import memory_of
 
@@ -119,10 +119,7 @@ def judged_of(own: Contender, machine: str, folder: Path, *, codegen: bool) -> l
     planned, captured = own.entry.planned, own.entry.captured
     donated = [index for index, leaf in enumerate(captured.inputs) if leaf.donated]
 
-    def lower(devices: Sequence[Any]) -> Any:
-        made = jitted(planned, captured.jaxpr.in_avals, devices, JitOptions(donated))
-        return made.run.lower(*made.types)
-
+    lower = lowers(planned, captured.jaxpr.in_avals, JitOptions(donated))
     cost = planned.plan.cost
     return [Judged("step", ("step",), cost.total_s, cost.memory_bytes, judged_apart(lower, place, folder, codegen=codegen))]
 

@@ -128,3 +128,17 @@ def test_products_of_gpu_programs_are_counted():
 )
 def test_collectives_of_gpus_take_nvlink_inside_and_the_network_between_hosts(kind, groups, seconds):
     assert collective_s(kind, 1e9, groups, replace(H100_HOSTS, num_devices=16)) == pytest.approx(seconds)
+
+
+def test_the_judge_compiles_the_programs_that_run():
+    """With the layouts that the forward pass chooses, and with the options of programs of steps."""
+    devices = need_tpu("v5p:2x2x1")
+    _, arguments = abstract_program(replace(TINY, num_layers=2), 16, 32)
+    step = spmdctx.parallel(
+        train_step, parallel_mode="auto_parallel", devices=devices, topology="tpu-v5p", pipeline_stages=2, grad_accumulation_step=4
+    )
+    run = step.lower(*arguments)
+    for name, one in programs_of(step._entry_of(arguments, {}).pipeline).items():
+        own = one.lower(devices[:2])
+        assert own.as_text() == run[name].as_text(), name
+        assert own._lowering._compiler_options_kvs == run[name]._lowering._compiler_options_kvs, name

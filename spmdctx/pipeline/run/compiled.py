@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ from spmdctx.lowering.compile import JitOptions, as_held, jit_program
 from spmdctx.lowering.compile_options import Options
 from spmdctx.machine.xla.kept.layouts import LAYOUTS_ON
 from spmdctx.pipeline.programs.slots import Holds, Slot
+from spmdctx.pipeline.run.lowered import Kept, Lowerable
 from spmdctx.pipeline.run.routes import is_here
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.pipeline.stages.plans import Planned, PlannedChunk, PlannedTask
@@ -62,6 +64,18 @@ class CompiledChunk:
     shardings: Mapping[Slot, NamedSharding]
     planned: PlannedChunk
     reduction: CompiledTask | None = None
+
+    @cached_property
+    def lowerable(self) -> Mapping[Kind, Lowerable]:
+        """The tasks that this process runs, each after those whose results it reads as they choose to lay them out."""
+        found: dict[Kind, Lowerable] = {}
+        makers: dict[Slot, tuple[Lowerable, int]] = {}
+        for kind, task in self.tasks.items():
+            if task.jitted.run is not None:
+                kept = tuple(Kept(operand, *makers[slot]) for operand, slot in enumerate(task.inputs) if slot in makers)
+                one = found[kind] = Lowerable(task.jitted.run, task.jitted.types, kept)
+                makers.update({task.outputs[result]: (one, result) for result in task.jitted.free_layouts})
+        return found
 
     def total(self, leaf: int) -> Slot:
         """Returns the slot of a leaf's gradient when it is complete."""

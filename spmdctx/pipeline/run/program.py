@@ -22,7 +22,7 @@ from spmdctx.pipeline.run.compiled import CompiledChunk, Jitted, OptionsOf, comp
 from spmdctx.pipeline.run.edges import Joint, dividing, joining, joint_of, parts_of
 from spmdctx.pipeline.run.grounds import Grounds, Values, crossing
 from spmdctx.pipeline.run.layers import LayerWriter
-from spmdctx.pipeline.run.lowered import Kept, Lowerable
+from spmdctx.pipeline.run.lowered import Lowerable
 from spmdctx.pipeline.run.routes import Spot, check_stages, is_here, move, processes_of, without_shards
 from spmdctx.pipeline.run.tape import AfterRun, Counts, Program, Tape
 from spmdctx.pipeline.run.walk import Held, Walk
@@ -146,7 +146,7 @@ class PipelineProgram:
         ]
         held = [self._write_begin(tape, values, number, chunk, lowerable) for number, chunk in enumerate(chunks)]
         for chunk in chunks:
-            _note_tasks(lowerable, chunk)
+            lowerable.update({chunk.planned.tasks[kind].name: one for kind, one in chunk.lowerable.items()})
         carried = [
             {leaf: result for leaf, result in pipeline.step.loss.carried.items() if leaf in chunk.leaves and result in chunk.results}
             for chunk in pipeline.chunks
@@ -309,16 +309,6 @@ class PipelineProgram:
 
 def _types(spots: Sequence[Spot]) -> tuple[jax.ShapeDtypeStruct, ...]:
     return placed_types([spot.aval for spot in spots], [spot.place for spot in spots])
-
-
-def _note_tasks(lowerable: dict[str, Lowerable], chunk: CompiledChunk) -> None:
-    """Notes the tasks of a chunk, each after those whose results it reads as they choose to lay them out."""
-    makers: dict[Slot, tuple[Lowerable, int]] = {}
-    for kind, task in chunk.tasks.items():
-        if task.jitted.run is not None:
-            kept = tuple(Kept(operand, *makers[slot]) for operand, slot in enumerate(task.inputs) if slot in makers)
-            one = lowerable[chunk.planned.tasks[kind].name] = Lowerable(task.jitted.run, task.jitted.types, kept)
-            makers.update({task.outputs[result]: (one, result) for result in task.jitted.free_layouts})
 
 
 def _note(lowerable: dict[str, Lowerable], name: str, own: Jitted) -> None:
