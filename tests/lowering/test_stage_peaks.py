@@ -30,3 +30,24 @@ def test_compiled_peaks_of_stages_are_the_planned_ones(devices, stacked, remat, 
     memory = lowered["backward0"].compile().memory_analysis()
     beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     assert stage.memory_bytes == pytest.approx(stage.live_bytes["backward0"] + beside, rel=0.12)
+
+
+@pytest.mark.parametrize("remat", [True, False])
+def test_gradients_that_a_scan_stacks_unreduced_take_the_bytes_of_float32(remat):
+    def loss(layers, batch):
+        def layer(x, own):
+            return x + jnp.tanh(x @ own["up"]) @ own["down"], None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer) if remat else layer, batch, layers)
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    def step(layers, batch):
+        return jax.tree.map(lambda own, gradient: own - 0.1 * gradient, layers, spmdctx.grad(loss)(layers, batch))
+
+    options = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
+    run = spmdctx.parallel(step, devices=need_gpu(4), **options)
+    layers = {name: jax.ShapeDtypeStruct((8, *shape), "bfloat16") for name, shape in {"up": (512, 2048), "down": (2048, 512)}.items()}
+    args = layers, jax.ShapeDtypeStruct((8192, 512), "bfloat16")
+    stage, memory = run.plan(*args).stages[0], run.lower(*args)["backward0"].compile().memory_analysis()
+    beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    assert stage.memory_bytes == pytest.approx(stage.live_bytes["backward0"] + beside, rel=0.05)

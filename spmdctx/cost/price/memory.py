@@ -15,6 +15,7 @@ from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.cost.price.peak import set_peak
 from spmdctx.ir.analysis.kinds import ops_of, value_kinds
+from spmdctx.ir.analysis.loop_sums import widened_ways
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.graph import Op
@@ -133,6 +134,8 @@ class MemoryCount:
         firsts, numbers = alike.classes()
         sizes = [self._assigned.stored_bytes(value, stored[value], bool(narrow[value])) for value in firsts]
         found = [sizes[number] for number in numbers.tolist()]
+        for value in widened_ways(graph, self._directives.loop_sums, self._directives.widened):
+            found[value] *= 2
         if has_tiles(self._assigned.topology.device):
             shares: dict[tuple[int, Minor, bool], float] = {}
             for is_image, known in enumerate((in_tiles(graph), in_images(graph))):

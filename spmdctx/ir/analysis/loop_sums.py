@@ -174,6 +174,21 @@ def reduced_dtype(graph: Graph, total: int, terms: Iterable[int], widened: Conta
     return types.pop() if len(types) == 1 and types <= LOW else graph.values[total].dtype
 
 
+def widened_ways(graph: Graph, holds: Holds, widened: Container[int]) -> frozenset[int]:
+    """Returns the low-precision values of unreduced sums that are in float32, as the `widened` terms are from which they are made.
+
+    A cast, and the end of a loop's iteration, give such a value its own type again.
+    """
+    found = {term for total in holds.totals.values() for term in total.terms if term in widened and graph.values[term].dtype in LOW}
+    for op in graph.ops if found else ():
+        if op.primitive not in _TYPED and not found.isdisjoint(op.operands):
+            found.update(value for value in op.results if value in holds.axes and graph.values[value].dtype in LOW)
+    return frozenset(found)
+
+
+_TYPED = frozenset({"convert_element_type", SCAN_NEXT})
+
+
 class _Open(NamedTuple):
     """A loop whose carry is followed: the value from which its iteration starts, and how often it was met, which must be once."""
 
