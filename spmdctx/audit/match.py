@@ -30,6 +30,9 @@ PER_AXIS = "one per axis"
 AT_ONCE = "one over all axes"
 HALVES = "real and imaginary parts apart"
 
+_SMALL_BYTES, _MOST_PADDED = 4096, 4
+"""Tiles may make a payload so many bytes, or so many times as large."""
+
 
 @dataclass(slots=True)
 class _Planned:
@@ -308,7 +311,7 @@ def _realises(compiled: CompiledCollective, planned: Collective, ways: Sequence[
     return any(
         (way.planned, way.compiled) == (planned.kind, compiled.kind)
         and (not way.dtypes or compiled.dtype in way.dtypes)
-        and _near(compiled.payload_bytes, round(planned.payload_bytes * way.ratio))
+        and (_is_padded if way.is_padded else _near)(compiled.payload_bytes, round(planned.payload_bytes * way.ratio))
         for way in ways
     )
 
@@ -321,6 +324,11 @@ def _ratios(compiled: CompiledCollective, payload: int, ways: Sequence[Way]) -> 
 def _known_ratios(compiled: CompiledCollective, ways: Sequence[Way]) -> list[float]:
     """Returns the multiples of a payload that collectives of this kind may move in this type."""
     return [way.ratio for way in ways if way.planned == way.compiled == compiled.kind and (not way.dtypes or compiled.dtype in way.dtypes)]
+
+
+def _is_padded(value: int, wanted: int) -> bool:
+    """Returns whether a payload may be the wanted one, padded to tiles, of whose shapes a payload alone does not tell."""
+    return wanted <= value <= max(_SMALL_BYTES, _MOST_PADDED * wanted)
 
 
 def _near(value: int, wanted: int) -> bool:

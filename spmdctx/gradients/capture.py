@@ -120,6 +120,19 @@ def capture_plainly(target: Target, call: Call, static: Static) -> Captured:
         return capture_call(target, call, static, 1)
 
 
+def capture_in_micro_batches(target: Target, call: Call, static: Static, settings: Settings, count: int) -> Captured:
+    """Traces one call of a step as it runs on one device, its losses over `count` micro-batches one after the other.
+
+    Raises:
+        StrategyError: a loss that cannot be split.
+        UnsupportedError: a loss inside a vmap over the batch.
+    """
+    context = replace(settings.context, pipeline_stages=1, grad_accumulation_step=count)
+    with warnings.catch_warnings(), tracing_in("stand_alone"):
+        warnings.simplefilter("ignore", ContextWarning)
+        return capture_step(target, call, static, replace(settings, context=context))
+
+
 _ASKS_FOR_MEAN = "Set gradients_mean=True for the gradient of one device; set gradients_mean=False to keep the sum without this warning."
 
 

@@ -25,6 +25,11 @@ _NAMED = (
     "the numbers may not be those of one device."
 )
 
+_REPEATED = (
+    "The random numbers at {where} are drawn for the rows of the batch by a key that is no argument of the step. Each device or "
+    "micro-batch draws the same ones for its own rows, so the numbers are not those of one device; pass the key to the step."
+)
+
 
 class Call(Protocol):
     """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, and the leaves it differentiates by."""
@@ -74,6 +79,7 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
+    notes += [_REPEATED.format(where=where) for where in dict.fromkeys(graph.origins[op].source for op in sorted(verdict.repeated))]
     if others and not captured.guessed:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
         notes, others = [*notes, _NAMED.format(path=paths[first], why=others[first])], {}

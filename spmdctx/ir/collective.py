@@ -97,7 +97,8 @@ class Collective:
 class Way(NamedTuple):
     """One way in which a compiler writes a planned kind.
 
-    `compiled` is the compiled kind, and `ratio` its payload over the planned one. `dtypes` has its types, if they tell the way.
+    `compiled` is the compiled kind, and `ratio` its payload over the planned one. `dtypes` has its types, if they tell the way. A payload
+    that `is_padded` may be larger.
     """
 
     planned: str
@@ -105,6 +106,7 @@ class Way(NamedTuple):
     ratio: float
     dtypes: tuple[str, ...]
     name: str
+    is_padded: bool = False
 
 
 AS_PLANNED = "as planned"

@@ -25,10 +25,11 @@ from spmdctx.step.planning.saved import planned_with_files
 from spmdctx.step.processes import is_of_one_process, on_all
 from spmdctx.step.words.alone import faster_alone
 from spmdctx.trace.build.program import ManualRegion
-from spmdctx.trace.capture.arguments import Call
+from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.pytrees import PureStructure
 from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 
@@ -86,6 +87,12 @@ class Entry:
     def peak_bytes(self) -> int:
         """The planned peak, per device."""
         return self.plan.cost.memory_bytes
+
+    def on_one_device(self, target: Target, call: Call, static: Static) -> Captured:
+        """Traces the user's own step, with which `verify` compares."""
+        from spmdctx.gradients.capture import capture_plainly
+
+        return capture_plainly(target, call, static)
 
     @property
     def regions(self) -> Sequence[ManualRegion]:

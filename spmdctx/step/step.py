@@ -346,11 +346,9 @@ class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
 
     def _on_one_device(self, call: Call, static: Static, entry: Entry) -> Captured | None:
         """Traces the user's own step, or returns None if it holds collectives, which one device does not have."""
-        from spmdctx.gradients.capture import capture_plainly
-
         try:
             with auto_axes(), traced_for(entry.environment):
-                return capture_plainly(self._target, call, static)
+                return entry.on_one_device(self._target, call, static)
         except CommunicationError:
             return None
 

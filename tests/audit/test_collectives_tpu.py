@@ -1,7 +1,10 @@
 from collections import Counter
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import spmdctx
 from spmdctx.audit import parse_collectives
 from tests.audit import programs
 from tests.audit.compile_only import need_tpu
@@ -50,3 +53,14 @@ def test_a_gradient_summed_in_a_scan_is_reduced_once_after_it(devices):
 def test_terms_of_one_cotangent_are_reduced_together(devices):
     found = parse_collectives(programs.three_projections(devices), DATA_MODEL)
     assert [(one.payload_bytes, one.summands) for one in found if one.axes == ("model",)] == [(32768, 3)]
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (16, 40)])
+def test_short_types_are_found_in_the_words_of_padded_tiles(devices, shape):
+    def function(x):
+        return jnp.all(jnp.isfinite(x), 0), jnp.max(x.astype(jnp.int16), 0), x * 2
+
+    step = spmdctx.parallel(function, devices=devices, parallel_mode="data_parallel", batch_argnums=0)
+    report = step.audit(jax.ShapeDtypeStruct((64, *shape), jnp.float32))
+    assert (report.missing, report.unplanned) == ((), ()), str(report)
+    assert report.planned_bytes

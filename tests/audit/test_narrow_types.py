@@ -1,4 +1,4 @@
-"""CPU moves floats of a byte or less in a wider type; the audit finds them, and only in programs that have such types."""
+"""CPU moves floats of a byte or less in a wider type, TPU short integers; the audit finds them where a program has such types."""
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,20 @@ def test_only_programs_with_narrow_floats_move_them_in_wider_types(kind):
 
 def test_programs_without_them_have_the_same_ways_as_before():
     assert ways_of(["float32", "int4", "key<fry>"]) == WAYS
+
+
+@pytest.mark.parametrize(("planned_bytes", "compiled_bytes"), [(1, 4), (3, 512), (640, 2048), (6000, 10240)])
+def test_programs_with_short_types_reduce_them_as_padded_words(planned_bytes, compiled_bytes):
+    planned = [Collective("all_reduce", ("data",), planned_bytes, 0.0, 1, Cause(CauseForm.OTHER, text="planned"))]
+
+    def missing(dtypes, dtype, num_bytes):
+        compiled = [CompiledCollective("all_reduce", ("data",), num_bytes, dtype, 1, "", "one")]
+        return compare(planned, compiled, MESH, ways_of(dtypes)).missing
+
+    assert not missing(["float32", "bool"], "uint32", compiled_bytes)
+    assert missing(["float32", "int32"], "uint32", compiled_bytes)
+    assert missing(["float32", "bool"], "float32", compiled_bytes)
+    assert missing(["float32", "bool"], "uint32", 5 * 6000)
 
 
 NARROW = {"f8e4m3fn[64]": "float8_e4m3fn", "f4e2m1fn[64]": "float4_e2m1fn", "f8e8m0fnu[64]": "float8_e8m0fnu", "s2[8,8]": "int2"}

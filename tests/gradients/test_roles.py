@@ -158,6 +158,29 @@ def test_statistics_over_the_batch_are_those_of_each_device_and_noted(name):
     assert sum("is no plain sum over the rows of" in note for note in plan.notes) == 1
 
 
+KEY = jax.random.key(0)
+
+
+def dropout(w, x):
+    return jnp.mean((x @ w) * jax.random.bernoulli(KEY, 0.5, x.shape))
+
+
+def keys_of_rows(w, x):
+    noise = jax.vmap(lambda key: jax.random.normal(key, (16,)))(jax.random.split(jax.random.key(1), x.shape[0]))
+    return jnp.mean((x + noise) @ w)
+
+
+def projected(w, x):
+    return jnp.mean((x @ w) @ jax.random.normal(KEY, (16, 4)))
+
+
+@pytest.mark.parametrize(("loss", "is_noted"), [(dropout, True), (keys_of_rows, True), (projected, False)])
+@pytest.mark.parametrize("options", [{}, {"batch_argnums": 1}, {"grad_accumulation_step": 4}])
+def test_random_numbers_that_all_devices_draw_alike_for_their_rows_are_noted(loss, is_noted, options):
+    step = parallel(steps_of(loss)[0], **options)
+    assert any("draws the same ones for its own rows" in note for note in step.plan(W, X).notes) == is_noted
+
+
 REFUSED = {
     "a graph of nodes and edges": (
         lambda w, x, y, edges: cross_entropy((x + jax.ops.segment_sum(x[edges[:, 0]], edges[:, 1], x.shape[0])) @ w @ OUT, y),

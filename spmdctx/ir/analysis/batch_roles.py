@@ -19,18 +19,22 @@ _Node = tuple[int, int]
 _SHAPED = frozenset({"broadcast_in_dim", "broadcast_to", "random_bits", "random_split", "rng_bit_generator", "iota"})
 """Ops whose results have dimensions of any size that the step asks for."""
 
+_RANDOM = frozenset({"random_bits", "rng_bit_generator"})
+
 
 class Verdict(NamedTuple):
     """What the uses of some guessed leaves say.
 
     `batch` holds the leaves that are a batch, `others` those that are none or not surely one, with the reason. `impure` holds the
-    leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example.
+    leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
+    ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones.
     """
 
     batch: frozenset[int]
     others: Mapping[int, str]
     wrong: frozenset[int]
     impure: frozenset[int]
+    repeated: frozenset[int] = frozenset()
 
 
 class _Family(NamedTuple):
@@ -82,7 +86,26 @@ def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differen
         others.update(dict.fromkeys(rest, met if one in found else _reason(one)))
         if one.family.is_certain or (one.best is not None and one.best.kind in (FlowKind.WRONG, FlowKind.STATISTIC)):
             wrong.update(rest)
-    return Verdict(batch, others, frozenset(wrong), impure)
+    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch))
+
+
+def _repeated(graph: Graph, ops: Sequence[Op], batch: Set[int]) -> frozenset[int]:
+    """Returns the ops that draw random numbers for the rows of a batch, without any input of the step."""
+    reached, drawn = set(graph.inputs), []
+    for op in ops:
+        if not reached.isdisjoint(op.operands):
+            reached.update(op.results)
+        elif op.primitive in _RANDOM:
+            drawn.append(op)
+    if not drawn or not batch:
+        return frozenset()
+    classes = _classes(graph, ops)
+    rows = {classes.find((leaf, 0)) for leaf in batch}
+    return frozenset(
+        op.id
+        for op in drawn
+        if any(classes.find((value, dim)) in rows for value in op.results for dim in range(len(graph.values[value].shape)))
+    )
 
 
 def _is_batch(one: _Judged, *, strictly: bool) -> bool:

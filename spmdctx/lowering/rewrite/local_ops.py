@@ -68,6 +68,12 @@ TPU's compiler refuses them in a program that it partitions. In a manual region 
 but for parts of a grid.
 """
 
+TRANSFORM = "fft"
+"""A primitive whose kernel on CPU ends the process unless its arrays are row-major, which CPU's compiler does not see to.
+
+A gather of columns makes it choose another order, also for the transforms before it.
+"""
+
 PARTITIONED = "custom_partitioning"
 """A primitive that brings its own partitioner, which TPU's compiler does not call."""
 
@@ -79,12 +85,19 @@ def is_local(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...], mesh: M
         return not eqn.effects
     if name == PARTITIONED:
         return is_tpu
+    if _is_row_major(eqn, mesh):
+        return True
     return any(axes) and (
         name in LOCAL_OPS
         or is_grouped(eqn)
         or bool(split_rows(eqn, rule, axes))
         or (is_tpu and is_complex_product(name, str(getattr(eqn.outvars[0].aval, "dtype", ""))))
     )
+
+
+def _is_row_major(eqn: Any, mesh: Mesh) -> bool:
+    """Returns whether an equation's arrays must be row-major, and are not by themselves."""
+    return eqn.primitive.name == TRANSFORM and bool(mesh.devices.flat[0].platform == "cpu")
 
 
 def split_rows(eqn: Any, rule: OpRule | None, axes: tuple[AxisNames, ...]) -> AxisNames:
@@ -180,6 +193,7 @@ def _on_blocks(
     own = eqn if rule is None else on_block(eqn, rule, axes, mesh)
     reduced = () if rule is None else partial_axes(rule, axes)
     rows = split_rows(eqn, rule, axes)
+    is_row_major = _is_row_major(eqn, mesh)
     compute = own.primitive.bind if own.primitive.name != PARTITIONED else _partitioned(eqn, *sides, mesh)
 
     def local(*blocks: Any) -> Any:
@@ -187,6 +201,8 @@ def _on_blocks(
         if own.primitive.multiple_results:
             return tuple(found)
         found = found.astype(jnp.float32) if widens else found
+        # Of one dimension there is one layout; behind a barrier, XLA does not undo the reshapes. A layout_constraint could not be exported.
+        found = jax.lax.optimization_barrier(found.reshape(-1)).reshape(found.shape) if is_row_major else found
         return jax.lax.psum(found, reduced) if reduced else found
 
     return local

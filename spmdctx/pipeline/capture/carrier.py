@@ -67,7 +67,8 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *_outvoted(plain, options))))
-    return PipelinedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
+    seconds, draws_apart = captured.trace_s + again.trace_s, any(operand.is_key for operand in loss.operands)
+    return PipelinedStep(replace(again, notes=notes, trace_s=seconds, is_rewritten=True, draws_apart=draws_apart), loss)
 
 
 def _asked(call: SeenCall, options: GradientOptions) -> str:

@@ -35,7 +35,10 @@ from spmdctx.step.pipelined.scheduler import scheduler_of
 from spmdctx.step.planning.notes import unmatched_patterns
 from spmdctx.step.planning.planner import plan_program
 from spmdctx.step.processes import from_owners, is_of_one_process, is_spread, on_all
+from spmdctx.trace.capture.arguments import Call, Static
+from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.capture.structure import Read
+from spmdctx.trace.capture.target import Target
 from spmdctx.trace.scope.environment import Environment
 from spmdctx.trace.scope.mesh import auto_axes, has_explicit_type, has_mesh_type, without_one_device
 from spmdctx.wording import counted, mesh_text
@@ -148,6 +151,14 @@ class PipelinedEntry(Entry):
     def peak_bytes(self) -> int:
         """The planned peak of the fullest stage, per device."""
         return self._plan.memory_bytes
+
+    def on_one_device(self, target: Target, call: Call, static: Static) -> Captured:
+        """Traces the user's own step, in micro-batches if each of them draws random numbers of its own."""
+        if not self.captured.draws_apart:
+            return super().on_one_device(target, call, static)
+        from spmdctx.gradients.capture import capture_in_micro_batches
+
+        return capture_in_micro_batches(target, call, static, self.environment.settings, self._step.loss.num_micro)
 
     @property
     def regions(self) -> tuple[()]:

@@ -142,6 +142,9 @@ class VerifyReport(_Verified, Report):
 _DRAWS_APART = "each device, or micro-batch, draws random numbers of its own: the comparison is with whole arguments, not with one device"
 
 
+_DRAWS_IN_PARTS = "each micro-batch draws random numbers of its own: the comparison is with the same micro-batches on one device"
+
+
 _COLLECTIVES = "the step holds collectives, which one device does not have: the comparison is with whole arguments, not with one device"
 
 
@@ -188,7 +191,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
         entry: the step.
         leaves: its flat arguments.
         rtol: a relative difference that is accepted above the noise, too.
-        plain: the user's own step, where options of gradients make the entry's another one.
+        plain: the user's own step, where options of gradients make the entry's another one, as `Entry.on_one_device` gives it.
 
     Raises:
         ContextError: a device is missing.
@@ -226,7 +229,7 @@ def verify_entry(entry: Entry, leaves: Sequence[Any], rtol: float = 0.0, plain: 
     report = VerifyReport(tuple(rows), entry.program.mesh.devices.size, prepared.reference.words)
     _LOG.info("%s was verified in %s: %s.", name, seconds_text(time.perf_counter() - start), str(report).partition("\n")[0])
     own = [
-        *([_DRAWS_APART] if entry.captured.draws_apart else []),
+        *([_DRAWS_APART if prepared.reference.keeps_constraints else _DRAWS_IN_PARTS] if entry.captured.draws_apart else []),
         *([_COLLECTIVES] if entry.captured.is_rewritten and plain is None else []),
     ]
     if own:
@@ -296,12 +299,13 @@ _PREPARED: WeakKeyDictionary[Entry, _Prepared] = WeakKeyDictionary()
 def _reference(entry: Entry, plain: Captured | None) -> _Reference:
     """Chooses what a split step is compared with: the user's own step on one device.
 
-    A step with a shard_map over several devices cannot run on one, and one that draws random numbers apart has others there. They are
-    compared with themselves on all devices with whole arguments.
+    A step with a shard_map over several devices cannot run on one, and one that draws random numbers apart has others there, unless its
+    reference draws apart too. They are compared with themselves on all devices with whole arguments.
     """
     captured, spans_processes = entry.captured, entry.spans_processes
     regions = [region for region in entry.regions if math.prod(size for _, size in region.mesh_axes) > 1]
-    if captured.draws_apart or any(plain is None or not region.is_loss for region in regions):
+    draws_others = captured.draws_apart and not (plain is not None and plain.draws_apart)
+    if draws_others or any(plain is None or not region.is_loss for region in regions):
         everywhere = named_sharding(entry.program.mesh, ())
 
         def place(leaf: Any) -> Any:

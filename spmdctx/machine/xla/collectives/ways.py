@@ -2,7 +2,8 @@
 
 What XLA does: every backend may write a reduce_scatter as an all_reduce and a slice. TPU scatters some tensors in pieces that overlap by an
     eighth, and then passes the overlaps on. It gathers small tensors by reducing shards padded with zeros, and float32 as bfloat16 if only
-    its matrix unit reads the result. CPU communicates bfloat16 as float32, float8 and float4 as float16, and float8_e8m0fnu as float32.
+    its matrix unit reads the result. It reduces bools and integers of one or two bytes as uint32, four
+    bytes or whole tiles. CPU communicates bfloat16 as float32, float8 and float4 as float16, and float8_e8m0fnu as float32.
 Seen in: jax 0.10.2, libtpu 0.0.42 for v5e:2x4, CUDA plugin 0.10.2 for 8 x H100, and CPU. How often: not measured.
 Switch: none: all backends
 Priced by: machine.xla.reductions and machine.xla.narrowing tell which of these are foreseen; the others are not priced.
@@ -20,6 +21,9 @@ from spmdctx.ir.graph import NARROW_FLOATS
 SLICED = "all_reduce and slice"
 WIDENED = "float32 for bfloat16"
 NARROWED = "bfloat16 for float32"
+
+_SHORT = frozenset({"bool", "int8", "uint8", "int16", "uint16"})
+"""Types that TPU reduces as uint32, padded to tiles."""
 
 _SCALES = "float8_e8m0fnu"
 """The type of scales of blocks, which has an exponent only."""
@@ -43,10 +47,12 @@ WAYS: tuple[Way, ...] = (
 
 
 def ways_of(dtypes: Iterable[str]) -> tuple[Way, ...]:
-    """Returns the ways in which a program with values of these types may be written; those of narrow floats need one."""
-    narrow = {dtype for dtype in dtypes if dtype.startswith(NARROW_FLOATS)}
+    """Returns the ways in which a program with values of these types may be written; those of short types need one."""
+    found = set(dtypes)
+    narrow = {dtype for dtype in found if dtype.startswith(NARROW_FLOATS)}
     halves, quarters = narrow - {_SCALES}, narrow & {_SCALES}
-    return (*WAYS, *(_wider(2.0, "float16") if halves else ()), *(_wider(4.0, "float32") if quarters else ()))
+    padded = (Way("all_reduce", "all_reduce", 1.0, ("uint32",), "uint32 in padded tiles", is_padded=True),) if found & _SHORT else ()
+    return (*WAYS, *padded, *(_wider(2.0, "float16") if halves else ()), *(_wider(4.0, "float32") if quarters else ()))
 
 
 def _wider(ratio: float, dtype: str) -> tuple[Way, ...]:
