@@ -21,10 +21,12 @@ from spmdctx.ir.graph import Op
 from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.machine.xla.collectives.combining import combines_up_to
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_tiles, laid_out
+from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 from spmdctx.machine.xla.schedule import LITTLE_BYTES
@@ -57,6 +59,12 @@ class MemoryCount:
         if in_place:
             self.copies.reduce_in_place(op, size)
 
+    def reduce_with_others(self, op: Op, value: int, natural: TensorSharding, axes: Sequence[str]) -> None:
+        """Notes that a partial result is reduced over axes, where it is a gradient with others of its bucket."""
+        if self._terminal[value]:
+            group, widening = (tuple(axes), self._directives.buckets.get(value)), 2 if value in self._directives.widened else 1
+            self.copies.reduce_with_others(op, value, group, widening * self._assigned.stored_bytes(value, natural))
+
     def is_reduced_in_place(self, value: int, natural: TensorSharding) -> bool:
         """Returns whether a value that is made as `natural` can take the place of its partial result, which has the same type."""
         is_narrow = self._assigned.topology.compiler.narrows_matrix_operands and self.copies.narrow[value]
@@ -67,6 +75,9 @@ class MemoryCount:
         graph, memory, chip = self._assigned.graph, self._found(bill), self._chip()
         self._mask_rows()
         self._lay_out_images()
+        most = combines_up_to(self._assigned.topology)
+        if most:
+            self.copies.combine(UNLIMITED if self._directives.buckets else most)
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
