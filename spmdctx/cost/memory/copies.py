@@ -156,6 +156,11 @@ class Copies:
         """Adds what `op` makes of a value that the step returns, until a copy turns it at the step's end."""
         self._of["turned", value] = Copy(self._memory.runs[op.id], self._last, num_bytes)
 
+    def scatter(self, op: Op, num_bytes: int) -> None:
+        """Adds the table in rows into which `op` scatters, until it is laid out as its result."""
+        time = self._memory.times[op.id]
+        self._of["in rows", op.id] = Copy(time, time, num_bytes)
+
     def slice_of(self, key: object, value: int) -> None:
         """Notes that a value is a slice of a gathered copy, and that readers of the value read the copy in its place."""
         self._slices.append((key, value))
