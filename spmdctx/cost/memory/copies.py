@@ -7,11 +7,12 @@ That is copies in other shardings, results that wait for their reduction, and wh
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.cost.memory.lives import Copy, StepMemory
 from spmdctx.ir.graph import Graph, Op
+from spmdctx.machine.xla.collectives.combining import Reduced, combined
 from spmdctx.machine.xla.collectives.placing import MOST_HIDING, PRODUCTS_WAITED
 from spmdctx.machine.xla.late_products import LARGEST_UPDATE, GradientProduct
 from spmdctx.machine.xla.overlap import overlap_candidates
@@ -41,6 +42,8 @@ class Copies:
         self._in_place: list[tuple[int, int]] = []
         self._slices: list[tuple[object, int]] = []
         self._passes: list[tuple[int, object, int]] = []
+        self._reduced: list[Reduced] = []
+        self._waiting: list[Copy] = []
 
     def finish(self, moved: Collection[int], sizes: Sequence[int], late: Mapping[int, GradientProduct]) -> list[Copy]:
         """Returns all copies when every op is known; may be called again.
@@ -60,7 +63,20 @@ class Copies:
         found = [Copy(ends[value] + 1, time, sizes[value]) for value, time in until.items() if ends.get(value, time) < time]
         # The next value of a carry is not made in the carry's memory if it is moved.
         found += [Copy(start, end, sizes[value]) for value, start, end in self._memory.in_carries if value in moved]
-        return [*found, *self._of.values(), *self._on_the_way()]
+        return [*found, *self._waiting, *self._of.values(), *self._on_the_way()]
+
+    def reduce_with_others(self, op: Op, value: int, group: Hashable, num_bytes: int) -> None:
+        """Adds a gradient that XLA may reduce with others of its group."""
+        if self._memory.iteration_ends[op.id] == op.id:
+            self._reduced.append(Reduced(op.id, value, group, num_bytes))
+
+    def combine(self, most_bytes: int) -> None:
+        """Keeps gradients in memory until the last one is made that is reduced with them, if one all_reduce takes `most_bytes`."""
+        ends = {life.value: life.end for life in self._memory.lives} if self._reduced else {}
+        for together in combined(self._graph, self._reduced, most_bytes):
+            time = max(self._memory.times[one.op] for one in together)
+            starts = [ends.get(one.value, self._memory.times[one.op]) + 1 for one in together]
+            self._waiting += [Copy(start, time, one.bytes) for start, one in zip(starts, together, strict=True) if start <= time]
 
     def _on_the_way(self) -> list[Copy]:
         """Returns, for each time, the largest copy on the way to another one; a copy that is also read itself counts as such there."""
@@ -139,6 +155,11 @@ class Copies:
     def turn(self, op: Op, value: int, num_bytes: int) -> None:
         """Adds what `op` makes of a value that the step returns, until a copy turns it at the step's end."""
         self._of["turned", value] = Copy(self._memory.runs[op.id], self._last, num_bytes)
+
+    def scatter(self, op: Op, num_bytes: int) -> None:
+        """Adds the table in rows into which `op` scatters, until it is laid out as its result."""
+        time = self._memory.times[op.id]
+        self._of["in rows", op.id] = Copy(time, time, num_bytes)
 
     def slice_of(self, key: object, value: int) -> None:
         """Notes that a value is a slice of a gathered copy, and that readers of the value read the copy in its place."""

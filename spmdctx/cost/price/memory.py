@@ -18,14 +18,16 @@ from spmdctx.ir.analysis.kinds import ops_of, value_kinds
 from spmdctx.ir.analysis.loop_sums import widened_ways
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import IntArray
-from spmdctx.ir.graph import Op
+from spmdctx.ir.graph import Op, item_bytes
 from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
+from spmdctx.machine.xla.collectives.combining import combines_up_to
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip
-from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_tiles, laid_out
+from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_tiles, laid_out, rows_bytes
+from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 from spmdctx.machine.xla.schedule import LITTLE_BYTES
@@ -58,6 +60,12 @@ class MemoryCount:
         if in_place:
             self.copies.reduce_in_place(op, size)
 
+    def reduce_with_others(self, op: Op, value: int, natural: TensorSharding, axes: Sequence[str]) -> None:
+        """Notes that a partial result is reduced over axes, where it is a gradient with others of its bucket."""
+        if self._terminal[value]:
+            group, widening = (tuple(axes), self._directives.buckets.get(value)), 2 if value in self._directives.widened else 1
+            self.copies.reduce_with_others(op, value, group, widening * self._assigned.stored_bytes(value, natural))
+
     def is_reduced_in_place(self, value: int, natural: TensorSharding) -> bool:
         """Returns whether a value that is made as `natural` can take the place of its partial result, which has the same type."""
         is_narrow = self._assigned.topology.compiler.narrows_matrix_operands and self.copies.narrow[value]
@@ -68,6 +76,10 @@ class MemoryCount:
         graph, memory, chip = self._assigned.graph, self._found(bill), self._chip()
         self._mask_rows()
         self._lay_out_images()
+        self._scatter_rows()
+        most = combines_up_to(self._assigned.topology)
+        if most:
+            self.copies.combine(UNLIMITED if self._directives.buckets else most)
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -121,6 +133,16 @@ class MemoryCount:
             share = filled_up(local_shape(assigned.graph.values[value].shape, taken, assigned.mesh), minor, 1.0)
             num_bytes = int(assigned.stored_bytes(value, taken) * share)
             self.copies.make(op, value, ("image", value, taken), num_bytes, gathered=False)
+
+    def _scatter_rows(self) -> None:
+        """Adds the tables into which rows are scattered, where these take more as rows than as they are kept."""
+        assigned = self._assigned
+        for op in in_lanes(assigned.graph) if has_tiles(assigned.topology.device) else ():
+            value = assigned.graph.values[op.results[0]]
+            natural = project(op.rule.results[0], assigned.assignment.ops[op.id].axes)
+            num_bytes = rows_bytes(local_shape(value.shape, natural, assigned.mesh), item_bytes(value.dtype))
+            if num_bytes > assigned.stored_bytes(value.id, natural):
+                self.copies.scatter(op, num_bytes)
 
     def _sizes(self) -> Sequence[int]:
         """Returns the bytes that each value takes in memory."""

@@ -53,6 +53,8 @@ class Reductions:
         if self._assigned.mesh.num_slices((*plan.scattered, *plan.reduced)) > 1:
             in_place = natural == plan.after and self._memory.is_reduced_in_place(value, natural)
             self._memory.keep_unreduced(op, value, natural, in_place=in_place, scattered=bool(plan.scattered))
+        if plan.reduced and not plan.scattered:
+            self._memory.reduce_with_others(op, value, natural, plan.reduced)
         self._collect(op, value, natural, need, plan)
         return plan.after
 

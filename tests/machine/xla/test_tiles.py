@@ -56,3 +56,17 @@ def test_batch_and_features_of_images_fill_tiles(batch, features, times):
     made = {graph.values[value].shape: minor for value, minor in in_images(graph).items()}
     assert made == {images.shape: (0, 3)}
     assert filled_up(images.shape, (0, 3), 1.0) == pytest.approx(times)
+
+
+@pytest.mark.parametrize(("topology", "features", "counted"), [("tpu-v5p", 16, 8), ("tpu-v5p", 128, 1), ("h100", 16, 1)])
+def test_rows_are_scattered_into_a_table_that_is_laid_out_by_rows(topology, features, counted):
+    def step(table, rows):
+        return table - 0.1 * jax.grad(lambda table: jnp.sum(table[rows] ** 2))(table)
+
+    table = jax.ShapeDtypeStruct((2**20, features), "float32")
+    rows = jax.ShapeDtypeStruct((64,), "int32")
+    plan = spmdctx.plan(step, table, rows, parallel_mode="data_parallel", device_num=8, topology=topology, donate_argnums=0)
+    table_bytes = 2**20 * features * 4
+    most = plan.cost.memory_bytes - table_bytes
+    assert (counted > 1) == (most > 4 * table_bytes)
+    assert most < (counted + 2) * table_bytes

@@ -5,9 +5,10 @@ What XLA does: memory is in tiles of the two minor dimensions. Most arrays are l
     Those of a convolution have the batch and the features, in the order that fills up less: bf16[48, 48, 48, 64] takes 27 MiB, not 13.5,
     and bf16[256, 32, 32, 64] no more than its elements. Reshapes, repetitions and sums over space keep that. Tiles of fewer than eight
     rows are as high as the next power of two: f32[16, 128, 128, 3] takes 32 MiB, as 3 becomes 4 and 16 becomes 128.
+    A scatter adds rows of a table to zeros in which each row takes lanes, then the sum is laid out otherwise: f32[65536, 64] takes 32 MiB.
     An argument is copied into that order, and the copy stays to the gradient of the kernel: bf16[16, 192, 192, 3] takes 36 MiB.
-Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets and
-    ResNets (benchmarks/RESULTS.md). GPU and CPU have no tiles.
+Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets,
+    ResNets, gradients of tables of 8 to 64 features (benchmarks/RESULTS.md). GPU and CPU have no tiles.
 Switch: none: the name of the device tells
 Priced by: cost.price.memory
 Written or prevented by: nothing
@@ -35,6 +36,8 @@ Checked by: benchmarks/fidelity_plans.py
 
 _CONVOLUTIONS = ("conv_general_dilated",)
 
+_BY_ROWS = ("scatter-add",)
+
 _CONVERSIONS = ("convert_element_type", "sharding_constraint")
 
 _KEEPING_IMAGES = ("reshape", "broadcast_in_dim", "reduce_sum")
@@ -58,6 +61,17 @@ def filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COUNTING
 
     share = min(tiles(*pair) / max(1, shape[pair[0]] * shape[pair[1]]) for pair in permutations(minor, 2))
     return share if share > least else 1.0
+
+
+def in_lanes(graph: Graph) -> list[Op]:
+    """Returns the ops that scatter rows into a table which is laid out by rows while they run."""
+    values = graph.values
+    return [op for op in ops_of(graph, _BY_ROWS) if len(values[op.results[0]].shape) == 2 and len(values[op.operands[2]].shape) > 1]
+
+
+def rows_bytes(shape: Sequence[int], item_bytes: int) -> int:
+    """Returns the bytes that a table takes if each of its rows begins a new line of lanes."""
+    return shape[0] * -(-shape[1] // _LANES) * _LANES * item_bytes
 
 
 def in_tiles(graph: Graph) -> dict[int, Minor]:
