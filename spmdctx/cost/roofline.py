@@ -23,7 +23,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
-from spmdctx.machine.xla.memory.on_chip import Held, held
+from spmdctx.machine.xla.memory.on_chip import ChipShare, held
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
 Slices = Sequence[int]
@@ -131,7 +131,7 @@ def least_matrix_s(graph: Graph, op: Op, topology: Topology) -> float:
     return op.flops / _matrix_rate(graph, op, topology) if op.primitive in MATRIX_PRODUCTS or op.primitive in KERNELS else 0.0
 
 
-def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topology, chip: Held) -> float:
+def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topology, chip: ChipShare) -> float:
     """Returns the seconds of the memory, or of the vector unit if that takes longer."""
     work = op.work
     vector = work.vector_flops if work is not None else vector_flops(op)
@@ -166,7 +166,7 @@ def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topolog
     return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
 
 
-def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices, chip: Held) -> float:
+def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices, chip: ChipShare) -> float:
     tensors = zip(op.operands + op.results, op.rule.operands + op.rule.results, strict=True)
     if not (work.passing or work.again):
         return sum(

@@ -29,7 +29,7 @@ from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import Op, Work
 from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, KERNELS, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
 from spmdctx.machine.xla.fusion import CHAINED, comparing_scatters
-from spmdctx.machine.xla.rereads import NOWHERE, Moves, operands_again, other_homes, rates_apart
+from spmdctx.machine.xla.rereads import NOWHERE, FusionMoves, operands_again, other_homes, rates_apart
 
 _COSTLY = frozenset(
     {
@@ -100,7 +100,7 @@ def vector_flops(op: Op | Kind) -> int:
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> Moves:
+def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> FusionMoves:
     """Returns what the ops move; `known`: homes and bytes of slots."""
     (homes, sizes), ops = known, columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
@@ -112,10 +112,10 @@ def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray],
     again, there = operands_again(columns, fused, more)
     moving, at = np.concatenate([in_memory, again]), np.concatenate([places[in_memory], there])
     _, first = np.unique(ops[at] * (columns.num_values + 1) + columns.slot_values[moving], return_index=True)
-    return Moves(at[first], sizes[moving[first]], columns.slot_values[moving[first]], first >= len(in_memory))
+    return FusionMoves(at[first], sizes[moving[first]], columns.slot_values[moving[first]], first >= len(in_memory))
 
 
-def _add_works(found: list[Work | None], mains: IntArray, columns: Columns, moves: tuple[Moves, bool], arithmetic: IntArray) -> None:
+def _add_works(found: list[Work | None], mains: IntArray, columns: Columns, moves: tuple[FusionMoves, bool], arithmetic: IntArray) -> None:
     """Adds the works of main ops; equal works are one object. `moves` says whether what is read again counts as the rest does."""
     (slots, sizes, _, again), for_each = moves
     counts, starts = np.maximum(1, columns.elements[columns.slot_values]), columns.slot_starts
@@ -142,7 +142,7 @@ def _wide_copies(columns: Columns, fused: BoolArray) -> bytes:
     return found.tobytes()
 
 
-class _Origin(NamedTuple):
+class _ChainStart(NamedTuple):
     """The start of an op's chain.
 
     `source` is the tensor in memory of so many elements that is made last, -1 if there is none; `last` is the last op that makes any
@@ -167,7 +167,7 @@ class _Homes:
         # Ops with one result that is not in memory.
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
-        self._origins: dict[tuple[int, int], _Origin] = {}
+        self._origins: dict[tuple[int, int], _ChainStart] = {}
         self._products = columns.which(MATRIX_PRODUCTS.__contains__).tobytes()
         self._takes_sums = self._products if joins_products else bytes(columns.num_ops)
         self._widens = _wide_copies(columns, fused) if joins_products else bytes(columns.num_ops)
@@ -238,7 +238,7 @@ class _Homes:
         return found
 
     def with_comparisons(self, fused: BoolArray) -> BoolArray:
-        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
+        """FusionMoves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
         columns, found, main = self._columns, self.found, self._main
         scatters = np.flatnonzero(comparing_scatters(columns)).tolist()
         if not scatters:
@@ -320,7 +320,7 @@ class _Homes:
         self.leads_on |= {exponent, self._maker[self._operands[exponent][0]]}
         return True
 
-    def _origin(self, op: int, elements: int) -> _Origin:
+    def _origin(self, op: int, elements: int) -> _ChainStart:
         """Returns from which tensors in memory of at least so many elements an op's chain starts."""
         left = [(op, elements)]
         while left:
@@ -340,7 +340,7 @@ class _Homes:
         number = self._maker[value]
         return number >= 0 and bool(self._inside[number] and self._chained[number])
 
-    def _joined_origins(self, op: int, elements: int) -> _Origin:
+    def _joined_origins(self, op: int, elements: int) -> _ChainStart:
         """Returns the origin of an op from the known origins of the chains before it."""
         source, last, is_one = -1, -1, True
         for value in self._operands[op]:
@@ -356,4 +356,4 @@ class _Homes:
                 late = max(late, self._maker[earlier])
                 source = one
             source, last = (one if source < 0 else source), max(last, late)
-        return _Origin(source, last, is_one)
+        return _ChainStart(source, last, is_one)

@@ -103,7 +103,7 @@ class _Reading(NamedTuple):
 
 _WHOLE = _Reading(None, is_whole=True)
 
-_SAME = frozenset({"transpose", "convert_element_type"})
+_SAME_VALUE = frozenset({"transpose", "convert_element_type"})
 """Ops through which a reduced value is still the same."""
 
 
@@ -168,7 +168,7 @@ class Sums:
         turns = casts = False
         while own not in self._places and self.is_read_once(own) and own in graph.producers:
             op = graph.ops[graph.producers[own]]
-            if op.primitive not in _SAME or self._readers.splits.taken(op) != ((stored[op.operands[0]],), (stored[own],)):
+            if op.primitive not in _SAME_VALUE or self._readers.splits.taken(op) != ((stored[op.operands[0]],), (stored[own],)):
                 return value
             turns, casts, own = turns or op.primitive == "transpose", casts or op.primitive != "transpose", op.operands[0]
         if own not in self._places or (casts and own not in self._widened):

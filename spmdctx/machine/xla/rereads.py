@@ -32,7 +32,7 @@ _MOST_HOMES = 8
 """The most fusions for which a chain is computed anew, so that chains which lead to very many cost no time to follow."""
 
 
-class Moves(NamedTuple):
+class FusionMoves(NamedTuple):
     """What fusions move, each tensor once per fusion: the slot of a main op, the bytes, the tensor, and whether a home reads it again."""
 
     slots: IntArray
@@ -99,7 +99,7 @@ def operands_again(columns: Columns, fused: BoolArray, more: tuple[IntArray, Int
 _Rates = dict[int, list[tuple[int, float]]]
 
 
-def rates_apart(columns: Columns, moves: Moves, rates: FloatArray) -> tuple[_Rates, _Rates]:
+def rates_apart(columns: Columns, moves: FusionMoves, rates: FloatArray) -> tuple[_Rates, _Rates]:
     """Returns `Work.passing` and `Work.again` of ops that have any."""
     last = np.full(columns.num_values + 1, -1)
     np.maximum.at(last, columns.read, columns.readers)

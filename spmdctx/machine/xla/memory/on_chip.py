@@ -55,7 +55,7 @@ def is_short(starts: IntArray, ends: IntArray, num_ops: int) -> BoolArray:
     return (ends - starts <= _SHORT) & ((starts > 0) | (ends < num_ops - 1))
 
 
-class Held(NamedTuple):
+class ChipShare(NamedTuple):
     """How much of what fusions read and write is on the chip: `most` of the smallest tensors, and less of larger ones.
 
     None is of tensors of `limit_bytes`.
@@ -69,9 +69,9 @@ class Held(NamedTuple):
         return size if size >= self.limit_bytes else size * (1.0 - self.most * (1.0 - size / self.limit_bytes))
 
 
-_HELD = (0.5, 1 / 3)
-_HELD_ON = {"tpu-v5e": (0.9, 7 / 6), "tpu-v6e": (0.8, 7 / 6)}
-"""`Held.most`, and `Held.limit_bytes` as a share of the chip's memory that values may have, by device.
+_CHIP_SHARE = (0.5, 1 / 3)
+_CHIP_SHARE_ON = {"tpu-v5e": (0.9, 7 / 6), "tpu-v6e": (0.8, 7 / 6)}
+"""`ChipShare.most`, and `ChipShare.limit_bytes` as a share of the chip's memory that values may have, by device.
 
 On the chip are read 90, 60, 35 and 12 % of tensors of 16 to 32, 32 to 64, 64 to 90 and 90 to 128 MiB on v5e, 74, 53, 33 and 0 % on v6e;
 of 4 to 8, 8 to 16 and 16 to 32 MiB on v5p 9, 29 and 4 %.
@@ -82,7 +82,7 @@ Checked by: benchmarks/fidelity_plans.py
 
 
 @lru_cache
-def held(scratch_bytes: int, device: str) -> Held:
+def held(scratch_bytes: int, device: str) -> ChipShare:
     """Returns what a chip with `scratch_bytes` of memory holds, of a device by a topology's name for it."""
-    most, share = _HELD_ON.get(device.removesuffix("-measured"), _HELD)
-    return Held(most, share * scratch_bytes)
+    most, share = _CHIP_SHARE_ON.get(device.removesuffix("-measured"), _CHIP_SHARE)
+    return ChipShare(most, share * scratch_bytes)
