@@ -23,6 +23,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.fusion_work import NAMING, vector_flops
+from spmdctx.machine.xla.memory.on_chip import ChipShare, held
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 
 Slices = Sequence[int]
@@ -41,7 +42,7 @@ def sliced_time_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> f
     """
     if op.primitive in NAMING:
         return 0.0
-    longest = _without_matrix_unit_s(graph, op, slices, topology)
+    longest = _without_matrix_unit_s(graph, op, slices, topology, held(topology.scratch_bytes, topology.device))
     if op.primitive in KERNELS:
         return max(longest, op.flops / math.prod(slices) / _matrix_rate(graph, op, topology))
     if op.primitive in MATRIX_PRODUCTS:
@@ -119,7 +120,9 @@ def least_device_s(graph: Graph, op: Op, topology: Topology) -> float:
         return 0.0
     tensors = (*op.rule.operands, *op.rule.results)
     is_plain = all(len(own) == len(set(own)) for own in ([factor for dim in dims for factor in dim] for dims in tensors))
-    whole = _without_matrix_unit_s(graph, op, [1] * len(op.rule.sizes), topology) if is_plain else 0.0
+    # However small a block is, the chip does not hold more than that.
+    chip = held(topology.scratch_bytes, topology.device)._replace(limit_bytes=math.inf)
+    whole = _without_matrix_unit_s(graph, op, [1] * len(op.rule.sizes), topology, chip) if is_plain else 0.0
     return max(whole, least_matrix_s(graph, op, topology))
 
 
@@ -128,11 +131,14 @@ def least_matrix_s(graph: Graph, op: Op, topology: Topology) -> float:
     return op.flops / _matrix_rate(graph, op, topology) if op.primitive in MATRIX_PRODUCTS or op.primitive in KERNELS else 0.0
 
 
-def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topology) -> float:
+def _without_matrix_unit_s(graph: Graph, op: Op, slices: Slices, topology: Topology, chip: ChipShare) -> float:
     """Returns the seconds of the memory, or of the vector unit if that takes longer."""
     work = op.work
     vector = work.vector_flops if work is not None else vector_flops(op)
-    moved = _moved_bytes(graph, op, slices) if work is None else _moved_by_fusion(graph, op, work, slices)
+    if work is None:
+        moved: float = _moved_bytes(graph, op, slices)
+    else:
+        moved = _moved_by_fusion(graph, op, work, slices, chip)
     rate = topology.memory_bytes_per_s * (topology.gathered_share if op.primitive.startswith(_GATHERED) else 1.0)
     return max(moved / rate, vector / math.prod(slices) / topology.vector_flops_per_s)
 
@@ -160,15 +166,22 @@ def written_s(value: Value, sharding: TensorSharding, mesh: LogicalMesh, topolog
     return 2 * local_bytes(value, sharding, mesh) / topology.memory_bytes_per_s
 
 
-def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices) -> float:
+def _moved_by_fusion(graph: Graph, op: Op, work: Work, slices: Slices, chip: ChipShare) -> float:
     tensors = zip(op.operands + op.results, op.rule.operands + op.rule.results, strict=True)
-    return sum(
-        [
-            rate * _elements(graph.values[value].shape, dims, slices)
-            for rate, (value, dims) in zip(work.moved, tensors, strict=False)
-            if rate
-        ]
-    )
+    if not (work.passing or work.again):
+        return sum(
+            [
+                rate * _elements(graph.values[value].shape, dims, slices)
+                for rate, (value, dims) in zip(work.moved, tensors, strict=False)
+                if rate
+            ]
+        )
+    counts = [_elements(graph.values[value].shape, dims, slices) if value != LITERAL else 0 for value, dims in tensors]
+    total = sum([rate * count for rate, count in zip(work.moved, counts, strict=False) if rate])
+    for place, rate in work.passing:
+        size = rate * counts[place]
+        total += chip.moved(size) - size
+    return total + sum([chip.moved(rate * counts[place]) for place, rate in work.again])
 
 
 def _elements(shape: Sequence[int], dims: Sequence[DimFactors], slices: Slices) -> int:

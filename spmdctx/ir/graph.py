@@ -91,10 +91,14 @@ class Work(NamedTuple):
     """The work of the fusion around an op, unsplit: bytes moved per element of each operand, then result, and vector operations.
 
     For an op inside the fusion of another, `moved` is empty, and `vector_flops` is the part of its price that remains.
+    `passing` are those of `moved` whose tensors live for few ops, `again` others, which an earlier fusion has read: a place among the
+    operands and results with the bytes per element there, for each tensor.
     """
 
     moved: tuple[float, ...]
     vector_flops: float
+    passing: tuple[tuple[int, float], ...] = ()
+    again: tuple[tuple[int, float], ...] = ()
 
 
 class Op(NamedTuple):

@@ -33,7 +33,7 @@ class Reductions:
         self._overlap = overlap_candidates(assigned.graph)
         self._sums = None
         if assigned.topology.compiler.merges_partial_sums:
-            self._sums = Sums(readers, assigned.assignment, assigned.mesh, assigned.topology)
+            self._sums = Sums(readers, assigned.assignment, assigned.mesh, assigned.topology, directives.widened)
         self.scattered: dict[int, TensorSharding] = {}
 
     @property

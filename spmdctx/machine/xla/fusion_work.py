@@ -2,14 +2,16 @@
 
 What XLA does: it computes chains of element-wise ops on the way into the matrix product, the reduction or the stored result that needs
     them. The reads and the arithmetic of the chain hide behind the product's multiplications, or these hide behind the chain. The price
-    charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and ignores how the others read it.
-    On TPU a product whose result is needed in float32, too, writes both; other fusions read the narrower. What a scatter of one element
-    per row makes, the gradient of logits, is computed in each product that reads it: the plan counts its memory, and no time to write it.
+    charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and what the others read again to
+    them. On TPU a product also sums its result with what was made before, for gradients of biases and of norms. What products alone
+    read it writes in their precision. One whose result is needed in float32, too, writes both; other fusions read the narrower. What a
+    scatter of one element per row makes, the gradient of logits, is computed in each product that reads it: the plan counts its memory,
+    and no time to write it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
-    roofline of the scheduled program). If activations stay on the chip, compute is overrated: a ViT on v6e 0.44 ms for 0.19
-    (benchmarks/RESULTS.md). One H200, jax 0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at
-    0.52 to 0.95 of the kernels' time, of six more at 0.26 to 0.80 (0.21 to 0.79 without this), of nine others at 0.65 to 0.99 with what
-    kernels take besides (`Topology.kernel_s`). CPU: not measured.
+    roofline of the scheduled program). Sums in the fusions of products: ViT, DiT, T5 and evoformer (benchmarks/RESULTS.md). One H200, jax
+    0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at 0.52 to 0.95 of the kernels' time,
+    of six more at 0.26 to 0.80 (0.21 to 0.79 without this), of nine others at 0.65 to 0.99 with what kernels take besides
+    (`Topology.kernel_s`). CPU: not measured.
 Switch: `Compiler.fuses_into_products`: if it is False, chains count for each of their readers.
 Priced by: trace.build.build, trace.build.compiled, cost.roofline
 Written or prevented by: nothing
@@ -18,15 +20,16 @@ Checked by: tests/machine/xla/test_fusion_work.py, tests/cost/test_roofline.py, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from spmdctx.ir.analysis.columns import Columns, Kind
-from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import Op, Work
 from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, KERNELS, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
 from spmdctx.machine.xla.fusion import CHAINED, comparing_scatters
+from spmdctx.machine.xla.rereads import NOWHERE, FusionMoves, operands_again, other_homes, rates_apart
 
 _COSTLY = frozenset(
     {
@@ -52,14 +55,10 @@ _ALONE, _NO_ARITHMETIC = _APART | NAMING, MATRIX_PRODUCTS | KERNELS | NAMING
 _HIDDEN = 1 / 64
 """The part of its price that is left for arithmetic that hides in a fusion, so that a search still prefers to split it."""
 
+_WIDE_BYTES = 4
+
 _FUSING = ("reduce_", "arg", "dot_general", "conv_general_dilated")
 """Prefixes of the names of other ops that begin a fusion."""
-
-_NOWHERE = -1
-_NO_HOMES = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64)
-
-_MOST_HOMES = 8
-"""The most fusions for which a chain is computed anew, so that chains which lead to very many cost no time to follow."""
 
 
 def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) -> list[Work | None]:
@@ -72,24 +71,25 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
     """
     finder = _Homes(columns, fused, joins_products=not for_each)
     found_homes, sizes = finder.found, finder.read_sizes()
+    more = other_homes(columns, found_homes, columns.which(_ALONE.__contains__), finder.leads_on)
     if not for_each:
         fused = finder.with_comparisons(fused)
     homes = np.array(found_homes, dtype=np.int64)
     at_home, numbers = homes >= 0, np.arange(columns.num_ops)
     mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
     vector = np.array([vector_flops(kind) for kind in columns.kinds], dtype=np.int64)
-    more = _other_homes(columns, found_homes) if for_each else _NO_HOMES
     arithmetic = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(arithmetic, mains, vector[columns.kind_of])
-    np.add.at(arithmetic, columns.slot_ops[more[1]], vector[columns.kind_of[more[0]]])
+    if for_each:
+        np.add.at(arithmetic, columns.slot_ops[more[1]], vector[columns.kind_of[more[0]]])
     known: dict[int, Work] = {}
     inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector.tolist()]
     found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
     alone = columns.which(_ALONE.__contains__)
     for op in np.flatnonzero(alone & ~at_home).tolist():
         found[op] = None
-    rates = _moved(columns, fused, (homes, sizes), more) / np.maximum(1, columns.elements[columns.slot_values])
-    _add_works(found, np.flatnonzero(~alone & ~at_home), columns.slot_starts, rates, arithmetic)
+    moves = _moves(columns, fused, (homes, sizes), more)
+    _add_works(found, np.flatnonzero(~alone & ~at_home), columns, (moves, for_each), arithmetic)
     return found
 
 
@@ -100,8 +100,8 @@ def vector_flops(op: Op | Kind) -> int:
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _moved(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> IntArray:
-    """Returns for each slot the bytes that the ops computed there move, each tensor once per fusion; `known`: homes and bytes of slots."""
+def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> FusionMoves:
+    """Returns what the ops move; `known`: homes and bytes of slots."""
     (homes, sizes), ops = known, columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(written, columns.makers, columns.sizes[columns.made])
@@ -109,57 +109,25 @@ def _moved(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray],
     sizes = np.where(picks, np.minimum(sizes, written[ops]), sizes)
     places = np.where(homes[ops] >= 0, homes[ops], np.arange(len(ops)))
     in_memory = np.flatnonzero(~fused)
-    again, there = _operands_again(columns, fused, more)
+    again, there = operands_again(columns, fused, more)
     moving, at = np.concatenate([in_memory, again]), np.concatenate([places[in_memory], there])
     _, first = np.unique(ops[at] * (columns.num_values + 1) + columns.slot_values[moving], return_index=True)
-    moved = np.zeros(len(ops), dtype=np.int64)
-    np.add.at(moved, at[first], sizes[moving[first]])
-    return moved
+    return FusionMoves(at[first], sizes[moving[first]], columns.slot_values[moving[first]], first >= len(in_memory))
 
 
-def _operands_again(columns: Columns, fused: BoolArray, more: tuple[IntArray, IntArray]) -> tuple[IntArray, IntArray]:
-    """Returns the slots of operands in memory that other homes read too, and the slots of these homes."""
-    ops, homes = more
-    starts, ends = columns.slot_starts[ops], columns.slot_starts[ops + 1]
-    counts = ends - starts
-    slots = np.repeat(starts - np.concatenate([[0], np.cumsum(counts)[:-1]]), counts) + np.arange(counts.sum()) if len(ops) else ops
-    reads = ~fused[slots] & columns.is_operand[slots]
-    return slots[reads], np.repeat(homes, counts)[reads]
-
-
-def _other_homes(columns: Columns, homes: Sequence[int]) -> tuple[IntArray, IntArray]:
-    """Returns pairs of a chain's op and a slot, of another main op than its first, to which the chain leads, too."""
-    main, starts, repeats = columns.slot_ops.tolist(), columns.slot_starts.tolist(), columns.repeats.tolist()
-    alone = bytearray(columns.which(_ALONE.__contains__))
-    reads: dict[int, list[tuple[int, int]]] = {}  # the readers of each value, with their slots
-    for op, operands in enumerate(columns.operands):
-        for place, value in enumerate(operands):
-            reads.setdefault(value, []).append((op, starts[op] + place))
-    leads: dict[int, dict[int, int]] = {}  # by op, the slot of each main op
-    pairs: list[tuple[int, int]] = []
-    for op in range(columns.num_ops - 1, -1, -1):
-        if homes[op] == _NOWHERE:
-            continue
-        first = main[homes[op]]
-        found = {first: homes[op]}
-        for reader, slot in reads.get(columns.results[op][0], ()) if main[homes[op]] > op else ():
-            own = leads.get(reader, {}) if homes[reader] != _NOWHERE else {} if alone[reader] else {reader: slot}
-            found.update((key, place) for key, place in own.items() if key not in found and repeats[key] == repeats[op])
-            if len(found) > _MOST_HOMES:
-                break
-        leads[op] = found
-        pairs += [(op, slot) for key, slot in found.items() if key != first]
-    ops, slots = zip(*pairs, strict=True) if pairs else ((), ())
-    return np.array(ops, dtype=np.int64), np.array(slots, dtype=np.int64)
-
-
-def _add_works(found: list[Work | None], mains: IntArray, starts: IntArray, rates: FloatArray, arithmetic: IntArray) -> None:
-    """Adds the works of main ops; equal works are one object."""
+def _add_works(found: list[Work | None], mains: IntArray, columns: Columns, moves: tuple[FusionMoves, bool], arithmetic: IntArray) -> None:
+    """Adds the works of main ops; equal works are one object. `moves` says whether what is read again counts as the rest does."""
+    (slots, sizes, _, again), for_each = moves
+    counts, starts = np.maximum(1, columns.elements[columns.slot_values]), columns.slot_starts
+    moved = np.zeros(len(counts), dtype=np.int64)
+    full = ~again | for_each
+    np.add.at(moved, slots[full], sizes[full])
+    passing, repeated = ({}, {}) if for_each else rates_apart(columns, moves[0], sizes / counts[slots])
     known: dict[Work, Work] = {}
-    every = rates.tolist()
+    every = (moved / counts).tolist()
     rows = zip(mains.tolist(), starts[mains].tolist(), starts[mains + 1].tolist(), arithmetic[mains].tolist(), strict=True)
     for op, start, stop, flops in rows:
-        work = Work(tuple(every[start:stop]), float(flops))
+        work = Work(tuple(every[start:stop]), float(flops), tuple(passing.get(op, ())), tuple(repeated.get(op, ())))
         found[op] = known.setdefault(work, work)
 
 
@@ -174,11 +142,23 @@ def _wide_copies(columns: Columns, fused: BoolArray) -> bytes:
     return found.tobytes()
 
 
+class _ChainStart(NamedTuple):
+    """The start of an op's chain.
+
+    `source` is the tensor in memory of so many elements that is made last, -1 if there is none; `last` is the last op that makes any
+    other operand of the chain. `is_one` says whether there is one such tensor.
+    """
+
+    source: int
+    last: int
+    is_one: bool
+
+
 class _Homes:
     """The slot of a main op in which each op is computed; nowhere for main ops and those that are priced on their own."""
 
     def __init__(self, columns: Columns, fused: BoolArray, *, joins_products: bool) -> None:
-        self.found = [_NOWHERE] * columns.num_ops
+        self.found = [NOWHERE] * columns.num_ops
         self._columns = columns
         self._operands, self._results = columns.operands, columns.results
         self._elements, self._repeats = columns.elements.tolist(), columns.repeats.tolist()
@@ -187,9 +167,11 @@ class _Homes:
         # Ops with one result that is not in memory.
         inside = (np.bincount(columns.makers, minlength=columns.num_ops) == 1) & fused[columns.slot_starts[1:] - 1]
         self._chained, self._inside = chained.tobytes(), inside.tobytes()
-        self._origins: dict[tuple[int, int], tuple[int, int]] = {}
+        self._origins: dict[tuple[int, int], _ChainStart] = {}
         self._products = columns.which(MATRIX_PRODUCTS.__contains__).tobytes()
+        self._takes_sums = self._products if joins_products else bytes(columns.num_ops)
         self._widens = _wide_copies(columns, fused) if joins_products else bytes(columns.num_ops)
+        self.leads_on = set[int]()  # ops behind a main op that others compute anew
         self._narrow: dict[int, int] = {}  # by value, the narrower one of which a product writes this copy
         self._after_main_ops(self._ops_after(chained, inside))
         self._before_main_ops(np.flatnonzero(chained & inside & ~columns.which(_APART.__contains__)))
@@ -205,12 +187,12 @@ class _Homes:
                 for value in self._operands[op]:
                     if value in ahead and repeats[main[ahead[value]]] == repeats[op]:
                         found[op] = ahead[value]
-                if found[op] == _NOWHERE:
+                if found[op] == NOWHERE:
                     continue
             elif self._columns.primitive(op).startswith("reduce_"):
                 found[op] = self._joined(op)
             if self._inside[op]:
-                ahead[self._results[op][0]] = found[op] if found[op] != _NOWHERE else self._starts[op] + len(self._operands[op])
+                ahead[self._results[op][0]] = found[op] if found[op] != NOWHERE else self._starts[op] + len(self._operands[op])
 
     def _ops_after(self, chained: BoolArray, inside: BoolArray) -> IntArray:
         """Returns the ops that may be computed behind a main op, and the main ops behind which others may be."""
@@ -228,7 +210,7 @@ class _Homes:
         maker = self._maker[narrow]
         if maker < 0:
             return
-        home = self.found[maker] if self.found[maker] != _NOWHERE else self._starts[maker] + len(self._operands[maker])
+        home = self.found[maker] if self.found[maker] != NOWHERE else self._starts[maker] + len(self._operands[maker])
         if self._products[self._main[home]] and self._repeats[self._main[home]] == self._repeats[op]:
             self.found[op], self._narrow[wide] = home, narrow
 
@@ -241,15 +223,27 @@ class _Homes:
             reads = fuses & columns.is_operand & np.isin(columns.slot_values, list(self._narrow))
             narrow = [self._narrow[value] for value in columns.slot_values[reads].tolist()]
             sizes[reads] = columns.sizes[narrow]
-        return sizes
+        return np.where(self._for_products()[columns.slot_values], sizes // 2, sizes)
+
+    def _for_products(self) -> BoolArray:
+        """Returns for each value whether a product's fusion writes it, and products alone read it, in the precision of their unit."""
+        columns = self._columns
+        if not any(self._takes_sums):
+            return np.zeros(columns.num_values + 1, dtype=bool)
+        products, makers = columns.which(MATRIX_PRODUCTS.__contains__), columns.maker_of
+        mains = np.array([self._main[home] if home != NOWHERE else op for op, home in enumerate(self.found)])
+        found: BoolArray = (makers >= 0) & products[mains[makers]] & (columns.item_bytes == _WIDE_BYTES)
+        found &= np.bincount(columns.read, minlength=len(found)) > 0
+        found[columns.read[~products[columns.readers]]] = False
+        return found
 
     def with_comparisons(self, fused: BoolArray) -> BoolArray:
-        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
+        """FusionMoves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
         columns, found, main = self._columns, self.found, self._main
         scatters = np.flatnonzero(comparing_scatters(columns)).tolist()
         if not scatters:
             return fused
-        mains = np.array([main[home] if home != _NOWHERE else op for op, home in enumerate(found)])
+        mains = np.array([main[home] if home != NOWHERE else op for op, home in enumerate(found)])
         fused = fused.copy()
         for scatter in scatters:
             inside = mains == scatter
@@ -270,11 +264,11 @@ class _Homes:
         first, alone = self._first_reads().tolist(), bytearray(columns.which(_ALONE.__contains__))
         for op in ops[::-1].tolist():
             slot = first[self._results[op][0]]
-            if found[op] != _NOWHERE or slot == _NOWHERE:
+            if found[op] != NOWHERE or slot == NOWHERE:
                 continue
             reader = main[slot]
             home = found[reader]
-            if home == _NOWHERE:
+            if home == NOWHERE:
                 if alone[reader]:
                     continue
                 home = slot
@@ -285,29 +279,49 @@ class _Homes:
         """Returns for each value the slot in which the first op reads it; if that op reads it several times, the last such slot."""
         columns = self._columns
         slots = np.flatnonzero(columns.is_operand)
-        first = np.full(columns.num_values + 1, _NOWHERE)
+        first = np.full(columns.num_values + 1, NOWHERE)
         first[columns.read[::-1]] = slots[::-1]
         own = columns.slot_ops[first[columns.read]] == columns.readers
         first[columns.read[own]] = slots[own]
         return first
 
     def _joined(self, op: int) -> int:
-        """Returns the fusion that makes the one tensor which a reduction reads, if the reduction needs nothing that comes later."""
-        source, last = self._origin(op, max((self._elements[value] for value in self._operands[op]), default=0))
-        maker = self._maker[source] if source >= 0 else -1
-        if maker < 0 or not self._chained[maker] or self._columns.primitive(maker) in _ALONE:
-            return _NOWHERE
-        home = self.found[maker] if self.found[maker] != _NOWHERE else self._starts[maker] + len(self._operands[maker])
-        main, scopes = self._main[home], self._columns.scopes
-        fits = last < main and self._repeats[main] == self._repeats[op] and scopes[main] == scopes[op]
-        return home if fits else _NOWHERE
+        """Returns the fusion that makes the tensor which a reduction reads, if the reduction needs nothing that comes later.
 
-    def _origin(self, op: int, elements: int) -> tuple[int, int]:
-        """Returns the one tensor in memory of that many elements from which an op's chain starts, and the last op that it needs.
-
-        The tensor is -1 if there is none. The op is the last that makes any other operand of the chain; if there are several such
-        tensors, it is a number past all ops.
+        Products alone take one that reads several tensors of that size.
         """
+        source, last, is_one = self._origin(op, max((self._elements[value] for value in self._operands[op]), default=0))
+        maker = self._maker[source] if source >= 0 else -1
+        if maker < 0 or self._columns.primitive(maker) in _ALONE or not (self._chained[maker] or self._takes_sums[maker]):
+            return NOWHERE
+        home = self.found[maker] if self.found[maker] != NOWHERE else self._starts[maker] + len(self._operands[maker])
+        main, scopes = self._main[home], self._columns.scopes
+        fits = self._repeats[main] == self._repeats[op] and scopes[main] == scopes[op] and (is_one or self._takes_sums[main])
+        if not fits or not (last < main or (is_one and self._is_softmax(op, main, last))):
+            return NOWHERE
+        if not is_one and self._columns.primitive(main) == "dot_general":
+            self.leads_on |= self._chain_of(op)
+        return home
+
+    def _chain_of(self, op: int) -> set[int]:
+        """Returns the ops of the chain that a reduction reads."""
+        left = [op]
+        for one in left:  # grows
+            left += [maker for maker, _ in self._chains_before(one, 0) if maker not in left]
+        return set(left[1:])
+
+    def _is_softmax(self, op: int, main: int, last: int) -> bool:
+        """Returns whether an op sums exponentials of rows that a product makes in low precision, and whose largest it finds, too."""
+        exponent, own = self._maker[self._operands[op][0]], self.found[last]
+        made = self._columns.item_bytes[self._results[main][0]]
+        is_same = own != NOWHERE and self._main[own] == main and made < _WIDE_BYTES and bool(self._takes_sums[main])
+        if not is_same or exponent < 0 or self._columns.primitive(exponent) != "exp":
+            return False
+        self.leads_on |= {exponent, self._maker[self._operands[exponent][0]]}
+        return True
+
+    def _origin(self, op: int, elements: int) -> _ChainStart:
+        """Returns from which tensors in memory of at least so many elements an op's chain starts."""
         left = [(op, elements)]
         while left:
             key = left[-1]
@@ -326,16 +340,20 @@ class _Homes:
         number = self._maker[value]
         return number >= 0 and bool(self._inside[number] and self._chained[number])
 
-    def _joined_origins(self, op: int, elements: int) -> tuple[int, int]:
+    def _joined_origins(self, op: int, elements: int) -> _ChainStart:
         """Returns the origin of an op from the known origins of the chains before it."""
-        source, last = -1, -1
+        source, last, is_one = -1, -1, True
         for value in self._operands[op]:
             number = self._maker[value]
             if self._is_chain(value):
-                one, late = self._origins[number, min(elements, self._elements[value])]
+                one, late, alone = self._origins[number, min(elements, self._elements[value])]
             else:
-                one, late = (value, -1) if self._elements[value] >= elements else (-1, number)
+                one, late, alone = (value, -1, True) if self._elements[value] >= elements else (-1, number, True)
+            is_one &= alone
             if one >= 0 and source >= 0 and one != source:
-                late = len(self.found)
-            source, last = max(source, one), max(last, late)
-        return source, last
+                is_one = False
+                earlier, one = sorted((one, source), key=self._maker.__getitem__)
+                late = max(late, self._maker[earlier])
+                source = one
+            source, last = (one if source < 0 else source), max(last, late)
+        return _ChainStart(source, last, is_one)

@@ -15,7 +15,7 @@ Checked by: tests/machine/xla/test_partial_sums.py, tests/audit/test_collectives
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from spmdctx.ir.analysis.chains import Walk
@@ -103,6 +103,9 @@ class _Reading(NamedTuple):
 
 _WHOLE = _Reading(None, is_whole=True)
 
+_SAME_VALUE = frozenset({"transpose", "convert_element_type"})
+"""Ops through which a reduced value is still the same."""
+
 
 class Sums:
     """The all_reduces of a bill by their place in it: those that are joined to others, and those that end as reduce_scatters.
@@ -112,10 +115,13 @@ class Sums:
         assignment: The shardings of the step.
         mesh: The mesh.
         topology: The machine, whose compiler may move slices up through element-wise ops.
+        widened: The values of low precision that are reduced in float32.
     """
 
-    def __init__(self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology) -> None:
-        self._readers, self._assignment, self._mesh, self._topology = readers, assignment, mesh, topology
+    def __init__(
+        self, readers: Readers, assignment: Assignment, mesh: LogicalMesh, topology: Topology, widened: Collection[int] = ()
+    ) -> None:
+        self._readers, self._assignment, self._mesh, self._topology, self._widened = readers, assignment, mesh, topology, widened
         self._places: dict[int, int] = {}
         self._cut: dict[int, Cut] = {}
         self._read: dict[int, _Reading] = {}
@@ -141,7 +147,7 @@ class Sums:
 
     def terms(self, op: Op) -> tuple[int, int] | None:
         """Returns the places of the two all_reduces whose results an op adds, None if another op reads one of them."""
-        first, second = op.operands
+        first, second = map(self._reduced_as, op.operands)
         if first == second or first not in self._places or second not in self._places:
             return None
         if not self.is_read_once(first) or not self.is_read_once(second):
@@ -153,8 +159,21 @@ class Sums:
         self.joined.add(second)
         self.added.add(first)
         for value in op.operands:
-            del self._places[value]
+            del self._places[self._reduced_as(value)]
         self._made(op.results[0], first, self._readers.splits.taken(op).results[0])
+
+    def _reduced_as(self, value: int) -> int:
+        """Returns the reduced value that an addend is: one turned in place, which is reduced behind the transpose, or cast to float32."""
+        graph, stored, own = self._readers.graph, self._assignment.values, value
+        turns = casts = False
+        while own not in self._places and self.is_read_once(own) and own in graph.producers:
+            op = graph.ops[graph.producers[own]]
+            if op.primitive not in _SAME_VALUE or self._readers.splits.taken(op) != ((stored[op.operands[0]],), (stored[own],)):
+                return value
+            turns, casts, own = turns or op.primitive == "transpose", casts or op.primitive != "transpose", op.operands[0]
+        if own not in self._places or (casts and own not in self._widened):
+            return value
+        return value if turns and graph.ops[graph.producers[own]].primitive != "dot_general" else own
 
     def slices(self) -> Iterator[Cut]:
         """Yields the all_reduces of whose result only a slice is kept."""

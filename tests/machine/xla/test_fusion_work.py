@@ -74,8 +74,18 @@ def test_a_long_chain_of_values_that_are_read_several_times_is_walked_once():
         return y.sum()
 
     program = trace(step, X, W)  # 3 ** 400 ways lead from the sum to the product
-    (total,) = ops(program, "reduce_sum")
-    assert total.work.moved == (WIDE, WIDE)
+    assert is_inside(ops(program, "reduce_sum")[0])
+
+
+@pytest.mark.parametrize(("early", "is_apart"), [(True, False), (False, True)], ids=["made before", "made after"])
+def test_a_product_sums_what_it_makes_with_what_was_made_before(early, is_apart):
+    def step(x, w):
+        other = jnp.sort(w.T @ w) if early else None
+        y = x.T @ x
+        other = other[:256, :256] if early else jnp.sort(y)
+        return y, (y * other).sum(1)
+
+    assert is_inside(ops(trace(step, X, W), "reduce_sum")[0]) != is_apart
 
 
 def test_a_reduction_in_another_computation_is_apart():

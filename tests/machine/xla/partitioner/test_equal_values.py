@@ -1,5 +1,6 @@
 """Values that the compiler would give to one reader as another asks for them."""
 
+import re
 from functools import partial
 
 import jax
@@ -14,7 +15,7 @@ from benchmarks.split_checks import FREE_LINKS
 from spmdctx.audit import audit_text
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.collectives.ways import WAYS
-from spmdctx.machine.xla.partitioner.equal_values import equal_values, free_values, moved_values
+from spmdctx.machine.xla.partitioner.equal_values import equal_values, free_values, moved_values, turned_products
 from tests.audit.compile_only import need_tpu
 from tests.road import ops, spread, trace
 
@@ -90,6 +91,22 @@ def test_a_value_and_a_turned_one_that_is_equal_are_kept_apart_where_that_is_tur
     turned = ops(program, "transpose")[0].results[0]
     assert {first, second, turned} <= found
     assert equal_values(program.graph, program.scopes, spread(program, {0: (D, ())}), ()) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("function", "count"),
+    [
+        (lambda x: (x.T @ x).T, 1),
+        (lambda x: (x.T @ x).T.T + jnp.eye(64), 2),
+        (lambda x: (x.T @ x).T.astype(jnp.bfloat16).T, 3),
+        (lambda x: (x.T @ x).T.astype(jnp.bfloat16), 1),
+        (lambda x: (y := (x.T @ x).T, y.T), 1),
+    ],
+    ids=["turned", "turned back", "cast between", "cast afterwards", "also returned"],
+)
+def test_a_product_is_constrained_behind_its_last_turn(function, count):
+    program = trace(function, jnp.ones((32, 64)))
+    assert len(turned_products(program.graph, spread(program, {0: (D, ())}))) == count
 
 
 def masked(x, w):
@@ -172,6 +189,31 @@ def test_equal_values_are_split_as_each_reader_asks_and_nothing_else_is_moved(st
     )
     report = audit_text(run.plan(*arguments), run.lower(*arguments).compile().as_text(), WAYS)
     assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)
+
+
+TURNS = {"cast, then turned": lambda table, low: table.astype(low).T, "turned, then cast": lambda table, low: table.T.astype(low)}
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_the_gradient_of_a_tied_table_is_reduced_once_as_planned_and_never_turned(name):
+    def loss(table, words):
+        x = table.astype(jnp.bfloat16)[words]
+        return jnp.mean(jax.nn.logsumexp((jnp.tanh(x) @ TURNS[name](table, jnp.bfloat16)).astype(jnp.float32), -1))
+
+    def step(state, words):
+        slope = jax.grad(loss)(state[0], words)
+        moment = 0.9 * state[1] + slope
+        return state[0] - 0.1 * moment, moment
+
+    state = (jax.ShapeDtypeStruct((1024, 256), jnp.float32),) * 2
+    run = spmdctx.parallel(step, devices=need_tpu(), topology="tpu-v5e", parallel_mode="data_parallel", donate_argnums=0)
+    arguments = state, jax.ShapeDtypeStruct((8, 64), jnp.int32)
+    plan, text = run.plan(*arguments), run.lower(*arguments).compile().as_text()
+    report = audit_text(plan, text, WAYS)
+    tables = [row.payload_bytes for row in plan.collectives if row.payload_bytes > 4]
+    assert tables == [1024 * 256 * 4]
+    assert (report.unplanned_bytes, report.found_bytes) == (0, report.planned_bytes)
+    assert not re.search(r"f32\[1024,256\]\S* copy\(", text)
 
 
 def table():
