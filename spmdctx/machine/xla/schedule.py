@@ -41,8 +41,7 @@ Checked by: benchmarks/fidelity_plans.py
 LITTLE_BYTES = 3 * 2**20
 """Products wait for nothing in a pass of micro-batches that communicates no more than this; its gradients are reduced later.
 
-Measured on: a stage for v5p:2x2x1 that gathers and exchanges 45 KiB (planned 1.95 times too large), stages that move nothing, and two of
-    a recomputed diffusion transformer for v5e:2x4 that exchange 1.4 to 2.6 MiB: one waits without the scheduler's limit, the other not.
+Measured on: stages that move nothing or 45 KiB (v5p:2x2x1; planned 1.95 times too large), and 1.4 to 2.6 MiB (v5e:2x4; 1.85 times).
 Checked by: tests/cost/price/test_memory.py
 """
 
