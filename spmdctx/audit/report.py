@@ -92,7 +92,8 @@ def _read_memory(compiled: jax.stages.Compiled, planned_bytes: int) -> MemoryUse
     if stats is None:
         return None
     sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes, stats.temp_size_in_bytes)
-    # peak_memory_in_bytes of jaxlib 0.10.2 leaves out temporaries on CPU, and counts several times the program's memory on TPU.
+    # peak_memory_in_bytes of jaxlib 0.10.2 leaves out temporaries on CPU, and on TPU the heap's holes; it counts values on the chip there.
+    # temp_size_in_bytes counts those holes twice: on TPU the sum is what a program takes at most (benchmarks/RESULTS.md).
     return MemoryUse(planned_bytes, *sizes, sizes[0] + sizes[1] - sizes[2] + sizes[3])
 
 
