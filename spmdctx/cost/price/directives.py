@@ -68,6 +68,10 @@ class Directives:
         first = max(self.buckets.values(), default=-1) + 1
         return {**self.buckets, **{value: first + number for value, number in self.groups.items()}} if self.groups else self.buckets
 
+    def widening(self, value: int) -> int:
+        """Returns 2 if partial results of a value are reduced in float32 instead of half as many bits, else 1."""
+        return 2 if value in self.widened else 1
+
     @property
     def barriers(self) -> frozenset[int]:
         """The values behind which a barrier stands."""

@@ -52,10 +52,10 @@ class MemoryCount:
         reduced `in_place` takes only the bytes by which it is wider than what it becomes.
         """
         is_gradient = bool(self._terminal[value])
-        widening = 2 if value in self._directives.widened else 1
         combined = is_gradient and self._assigned.topology.compiler.combines_reductions
         size = self._assigned.stored_bytes(value, natural)
-        self.copies.keep(op, value, size * (widening - in_place), to_the_end=combined, put_off=is_gradient and scattered)
+        added = size * (self._directives.widening(value) - in_place)
+        self.copies.keep(op, value, added, to_the_end=combined, put_off=is_gradient and scattered)
         self._reduced.add(op.id)
         if in_place:
             self.copies.reduce_in_place(op, size)
@@ -63,8 +63,8 @@ class MemoryCount:
     def reduce_with_others(self, op: Op, value: int, natural: TensorSharding, axes: Sequence[str]) -> None:
         """Notes that a partial result is reduced over axes, where it is a gradient with others of its bucket."""
         if self._terminal[value]:
-            group, widening = (tuple(axes), self._directives.buckets.get(value)), 2 if value in self._directives.widened else 1
-            self.copies.reduce_with_others(op, value, group, widening * self._assigned.stored_bytes(value, natural))
+            num_bytes = self._directives.widening(value) * self._assigned.stored_bytes(value, natural)
+            self.copies.reduce_with_others(op, value, (tuple(axes), self._directives.buckets.get(value)), num_bytes)
 
     def is_reduced_in_place(self, value: int, natural: TensorSharding) -> bool:
         """Returns whether a value that is made as `natural` can take the place of its partial result, which has the same type."""

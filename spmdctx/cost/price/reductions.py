@@ -59,7 +59,7 @@ class Reductions:
         return plan.after
 
     def _collect(self, op: Op, value: int, natural: TensorSharding, need: Need, plan: ReductionPlan) -> None:
-        payload = self._assigned.local_bytes(value, natural) * (2 if value in self._directives.widened else 1)
+        payload = self._assigned.local_bytes(value, natural) * self._directives.widening(value)
         cause = Cause.sum(op.primitive, self._directives.buckets.get(value))
         if plan.scattered:
             priced = self._scattered_by(value, payload, need.partial, natural, plan.after)

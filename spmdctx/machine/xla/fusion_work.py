@@ -69,9 +69,9 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
         fused: For each slot, whether `Op.fused` has its bit set.
         for_each: Whether each main op to which a chain leads reads and computes the chain anew, and not the first alone.
     """
-    finder = _Homes(columns, fused, joins_products=not for_each)
+    finder, alone = _Homes(columns, fused, joins_products=not for_each), columns.which(_ALONE.__contains__)
     found_homes, sizes = finder.found, finder.read_sizes()
-    more = other_homes(columns, found_homes, columns.which(_ALONE.__contains__), finder.leads_on)
+    more = other_homes(columns, found_homes, alone, finder.leads_on)
     if not for_each:
         fused = finder.with_comparisons(fused)
     homes = np.array(found_homes, dtype=np.int64)
@@ -85,7 +85,6 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
     known: dict[int, Work] = {}
     inside = [known.setdefault(flops, Work((), flops * _HIDDEN)) for flops in vector.tolist()]
     found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
-    alone = columns.which(_ALONE.__contains__)
     for op in np.flatnonzero(alone & ~at_home).tolist():
         found[op] = None
     moves = _moves(columns, fused, (homes, sizes), more)
@@ -238,7 +237,7 @@ class _Homes:
         return found
 
     def with_comparisons(self, fused: BoolArray) -> BoolArray:
-        """FusionMoves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
+        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
         columns, found, main = self._columns, self.found, self._main
         scatters = np.flatnonzero(comparing_scatters(columns)).tolist()
         if not scatters:

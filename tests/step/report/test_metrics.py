@@ -170,7 +170,7 @@ def test_other_processes_write_nothing(tmp_path, monkeypatch):
 
 
 def test_tensorboard_reads_what_was_written(tmp_path):
-    pytest.importorskip("tensorboardX")
+    pytest.importorskip("tensorboardX", reason="tensorboardX is an extra")
     with spmdctx.Metrics(f"tensorboard:{tmp_path}") as metrics:
         metrics.write(1, loss=0.5)
     (path,) = tmp_path.glob("events.*")

@@ -2,8 +2,8 @@
 
 What XLA does: every backend may write a reduce_scatter as an all_reduce and a slice. TPU scatters some tensors in pieces that overlap by an
     eighth, and then passes the overlaps on. It gathers small tensors by reducing shards padded with zeros, and float32 as bfloat16 if only
-    its matrix unit reads the result. It reduces bools and integers of one or two bytes as uint32, four
-    bytes or whole tiles. CPU communicates bfloat16 as float32, float8 and float4 as float16, and float8_e8m0fnu as float32.
+    its matrix unit reads the result. It reduces bools and integers of one or two bytes as uint32, in single elements or whole tiles.
+    CPU communicates bfloat16 as float32, float8 and float4 as float16, and float8_e8m0fnu as float32.
 Seen in: jax 0.10.2, libtpu 0.0.42 for v5e:2x4, CUDA plugin 0.10.2 for 8 x H100, and CPU. How often: not measured.
 Switch: none: all backends
 Priced by: machine.xla.reductions and machine.xla.narrowing tell which of these are foreseen; the others are not priced.
