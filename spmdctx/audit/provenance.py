@@ -60,9 +60,13 @@ def terms(place: Place, module: Module) -> int:
 
 
 def parts(place: Place, module: Module) -> list[Place]:
-    """Returns the tensors that are concatenated to make the one at `place`, or that one alone."""
+    """Returns the tensors that the compiler concatenates to make the one at `place`, or that one alone.
+
+    Concatenations of the program, and those of the pieces of an all_to_all, have the name of their op: they are one tensor.
+    """
     *_, maker = trail(place, module)
-    return list(operands(maker)) if maker.instruction.opcode == "concatenate" else [place]
+    made = maker.instruction
+    return list(operands(maker)) if made.opcode == "concatenate" and "op_name=" not in made.attributes else [place]
 
 
 def source(place: Place, module: Module) -> str:

@@ -100,6 +100,12 @@ def test_a_concatenation_made_to_reduce_at_once_is_taken_apart():
     assert [one[2] for one in facts(entry(*PARAMETERS, flat, call, reduce, before=fused))] == [32768, 32]
 
 
+def test_a_concatenation_of_the_program_is_one_tensor():
+    joined = '%c = f32[16]{0} concatenate(%b, %b), dimensions={0}, metadata={op_name="jit(step)/shard_map/concatenate"}'
+    reduce = f"%r = f32[16]{{0}} all-reduce(%c), {ATTRIBUTES}, to_apply=%add"
+    assert [one[2] for one in facts(entry(*PARAMETERS, joined, reduce))] == [64]
+
+
 def test_the_pieces_of_an_all_to_all_are_one_tensor():
     line = f"%r = (f32[32,256], f32[32,256]) all-to-all(%a, %a), {ATTRIBUTES}"
     assert [one[2] for one in facts(entry(*PARAMETERS, line))] == [65536]
