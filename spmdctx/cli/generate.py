@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -104,9 +105,9 @@ def _until(tokens: np.ndarray, stop: int | None) -> np.ndarray:
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    if arguments.tokens < 1 or arguments.temperature < 0:
+    if arguments.tokens < 1 or not 0 <= arguments.temperature < math.inf:
         raise ContextError(
-            "--tokens must be at least 1 and --temperature at least 0.", got=f"{arguments.tokens} and {arguments.temperature}"
+            "--tokens must be at least 1, and --temperature a number from 0 on.", got=f"{arguments.tokens} and {arguments.temperature}"
         )
 
 

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if getattr(arguments, "verbose", False):
         logging.basicConfig(stream=sys.stderr, format="%(message)s")
         logging.getLogger("spmdctx").setLevel(logging.INFO)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), output.prints_aside():
         warnings.showwarning = _show_warning
         try:
             return _command_of(arguments)(arguments, output)

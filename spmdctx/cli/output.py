@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -51,9 +51,14 @@ class Output:
     def __init__(self, as_json: bool) -> None:
         self.as_json = as_json
         self.is_quiet = False
+        self._results = sys.stdout
         self.console = Console(stderr=as_json, highlight=False)
         if not self.console.is_terminal:
             self.console.width = WIDTH
+
+    def prints_aside(self) -> AbstractContextManager[Any]:
+        """Returns a context in which what the user's program prints goes to standard error, if the output is JSON."""
+        return redirect_stdout(sys.stderr) if self.as_json else nullcontext()
 
     def be_quiet(self) -> None:
         """Stops all output, since another process of the job writes it."""
@@ -83,7 +88,7 @@ class Output:
 
     def _print(self, data: Mapping[str, Any]) -> None:
         if self.as_json and not self.is_quiet:
-            sys.stdout.write(f"{json_text(data)}\n")
+            self._results.write(f"{json_text(data)}\n")
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -37,6 +38,7 @@ from spmdctx.models import (
     train_step,
 )
 from spmdctx.step.step import ParallelStep
+from spmdctx.wording import counted
 
 _TARGET_TOPOLOGIES = {"v5e": "tpu-v5e", "v5p": "tpu-v5p", "v6e": "tpu-v6e", "h100": "h100"}
 _LARGE_MODEL = 10**9
@@ -200,7 +202,7 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         frames = own_frames(error.__traceback__)
         where = frames[0] if frames else ""
         raise ContextError(f"--program {name!r} cannot be loaded.", where=where, got=str(error), need="MODULE:FUNCTION") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _program_failed(name, "raised an error when it was imported", error) from error
     finally:
         sys.path.remove(os.getcwd())
@@ -210,17 +212,34 @@ def _load(name: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         )
     try:
         made = program()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _program_failed(name, "raised an error when it was called without arguments", error) from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0]) and isinstance(made[1], tuple)):
         raise ContextError(f"--program {name!r} must return (step, arguments), where arguments is a tuple.", got=_parts(made))
+    _check_arguments(name, *made)
     return made
+
+
+def _check_arguments(name: str, step: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Raises a ContextError if the step does not take so many arguments; no line of a program says which call that would be."""
+    try:
+        signature = inspect.signature(step)
+    except (TypeError, ValueError):  # a callable that does not tell
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ContextError(
+            f"--program {name!r} returns a step that does not take its arguments.",
+            got=f"{counted(len(arguments), 'argument')}: {error}",
+            need=f"arguments for step{signature}",
+        ) from error
 
 
 def _parts(made: Any) -> str:
     return f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made).__name__
 
 
-def _program_failed(name: str, what: str, error: Exception) -> ContextError:
+def _program_failed(name: str, what: str, error: BaseException) -> ContextError:
     frames, text = own_frames(error.__traceback__), str(error).replace("\n", "\n         ")
     return ContextError(f"--program {name!r} {what}.", where=frames[0] if frames else "", got=f"{type(error).__name__}: {text}")

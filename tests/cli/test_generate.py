@@ -70,6 +70,7 @@ def test_a_folder_without_sizes_takes_those_of_the_arguments(run_folder, capsys)
         (["gone", "--layers", "1"], "no such checkpoint"),
         ([".", "--layers", "1"], "no complete checkpoint"),
         ([".", "--tokens", "0"], "--tokens must be at least 1"),
+        ([".", "--temperature", "nan"], "--temperature a number from 0 on"),
         ([".", "--prompt", ""], "at least one token"),
         ([".", "--stop", "no token"], "--stop is no token of the tokenizer"),
         ([".", "--tokenizer", "words.json"], "is no tokenizer"),

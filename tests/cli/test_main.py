@@ -185,6 +185,7 @@ def test_a_program_of_the_users_own_is_audited_and_verified(
         "    loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)\n"
         "    return w - 0.1 * grad, loss\n"
         "def program():\n"
+        "    print('not JSON')\n"
         "    return step, (jnp.ones((16, 4)), jnp.ones((8, 16)))\n",
         encoding="utf-8",
     )
@@ -218,7 +219,10 @@ def test_bad_usage_is_named_and_returns_2(arguments: list[str], words: str, caps
     assert captured.out == ""
 
 
-@pytest.mark.parametrize("text", ["", "fly", "plan --device-num 0", "plan --layers 0", "plan --parallel-mode manual"])
+BAD_TRAINING = [f"train {option}" for option in ("--steps -1", "--seed -1", "--learning-rate nan", "--learning-rate -1")]
+
+
+@pytest.mark.parametrize("text", ["", "fly", "plan --device-num 0", "plan --layers 0", "plan --parallel-mode manual", *BAD_TRAINING])
 def test_unreadable_arguments_stop_with_2(text: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(text.split())
@@ -264,6 +268,8 @@ def two(): return misshapen, matrices()
 def three(): raise KeyError("no such layer")
 def opening(w, x): return open("/no/such/data")
 def four(): return opening, matrices()
+def five(): return indexed, matrices()[:1]
+def six(): raise SystemExit(3)
 PLACE = 3
 """
 
@@ -275,6 +281,8 @@ PLACE = 3
         ("failing_programs:two", ("The program raised TypeError: dot_general", "failing_programs.py:5 (misshapen)")),
         ("failing_programs:three", ("raised an error when it was called", "KeyError: 'no such layer'", "failing_programs.py:9 (three)")),
         ("failing_programs:four", ("The program raised FileNotFoundError", "failing_programs.py:10 (opening)")),
+        ("failing_programs:five", ("does not take its arguments", "1 argument: missing", "step(w, x)")),
+        ("failing_programs:six", ("raised an error when it was called", "SystemExit: 3")),
         ("failing_import:one", ("cannot be loaded", "no_such_module", "failing_import.py:1")),
         ("failing_syntax:one", ("raised an error when it was imported", "SyntaxError")),
         ("json:loads", ("raised an error when it was called", "TypeError: loads() missing")),

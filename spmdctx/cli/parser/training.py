@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from spmdctx.cli.parser.program import add_program_arguments
-from spmdctx.cli.parser.values import positive, target
+from spmdctx.cli.parser.values import fraction, natural, positive, seed, target
 from spmdctx.wording.targets import TARGETS
 
 
@@ -14,10 +14,10 @@ def add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `train`."""
     add_program_arguments(parser, only_decoders=True)
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=int, default=120, metavar="N", help="training steps (default: %(default)s)")
+    training.add_argument("--steps", type=natural, default=120, metavar="N", help="training steps (default: %(default)s)")
     training.add_argument("--text", metavar="FILE", help="UTF-8 text to train on (default: Python's language reference)")
-    training.add_argument("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
-    training.add_argument("--seed", type=int, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
+    training.add_argument("--learning-rate", type=fraction, default=3e-3, metavar="X", help="of AdamW (default: %(default)s)")
+    training.add_argument("--seed", type=seed, default=0, metavar="N", help="of parameters and batches (default: %(default)s)")
     training.add_argument(
         "--save-every",
         type=positive,
@@ -48,7 +48,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="let the model spell words letter by letter, too (default: only words that train's tokenizer knows)",
     )
     text.add_argument("--stop", metavar="TEXT", help="a token that ends a text, such as </s> (default: none)")
-    text.add_argument("--seed", type=int, default=0, metavar="N", help="of the draws (default: %(default)s)")
+    text.add_argument("--seed", type=seed, default=0, metavar="N", help="of the draws (default: %(default)s)")
     text.add_argument(
         "--tokenizer",
         type=Path,

@@ -26,6 +26,18 @@ def natural(text: str) -> int:
     return _at_least(0, text)
 
 
+def seed(text: str) -> int:
+    """Parses the seed of a generator: a whole number of 32 bits.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    value = _at_least(0, text)
+    if value >= 2**32:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number below 2**32")
+    return value
+
+
 def _at_least(least: int, text: str) -> int:
     try:
         value = int(text)

@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from spmdctx.cli.parser.values import natural, positive, positive_number
+from spmdctx.cli.parser.values import natural, positive, positive_number, seed
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])
@@ -27,6 +27,13 @@ def test_a_count_that_may_be_none_is_taken(text, value):
 def test_what_is_less_than_none_is_refused_in_words(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a whole number of at least 0"):
         natural(text)
+
+
+@pytest.mark.parametrize(("text", "words"), [("-1", "at least 0"), ("x", "at least 0"), ("4294967296", "below 2\\*\\*32")])
+def test_a_seed_has_32_bits(text, words):
+    assert seed("4294967295") == 2**32 - 1
+    with pytest.raises(argparse.ArgumentTypeError, match=words):
+        seed(text)
 
 
 @pytest.mark.parametrize(("text", "value"), [("16", 16.0), ("0.5", 0.5), ("1e3", 1000.0)])
