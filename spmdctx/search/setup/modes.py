@@ -27,6 +27,9 @@ class BatchForm(Enum):
     UNDIVIDED = "Batch leaf '{path}' of shape {shape} does not divide over {axes}: {kept}. A multiple of {rows} rows would."
 
 
+_PMAP = "where this is a function of jax.pmap, call the function below it (docs/migrate/pmap.md)"
+
+
 def prepare(graph: Graph, request: Request) -> Setup:
     """Prepares the mesh, pins and seeds of a mode.
 
@@ -35,7 +38,7 @@ def prepare(graph: Graph, request: Request) -> Setup:
         UnsupportedError: a shard_map on another mesh than the step's.
     """
     if request.parallel_mode == "stand_alone" or request.num_devices == 1:
-        return _stand_alone(request)
+        return _stand_alone(graph, request)
     mesh, marked, notes = _mesh_of(graph, request)
     unscattered = frozenset(value for one in request.once for value in one.way)
     setup = Setup(mesh, notes=list(notes), couplings=request.couplings, unscattered=unscattered)
@@ -105,7 +108,7 @@ def batch_leaves(graph: Graph) -> list[int]:
     return [value for value in graph.inputs if graph.values[value].role is Role.BATCH]
 
 
-def _stand_alone(request: Request) -> Setup:
+def _stand_alone(graph: Graph, request: Request) -> Setup:
     mesh = request.mesh if request.mesh is not None and request.mesh.num_devices == 1 else LogicalMesh.of({"data": 1})
     setup = Setup(mesh)
     if request.value_pins and request.parallel_mode == "stand_alone":
@@ -113,8 +116,12 @@ def _stand_alone(request: Request) -> Setup:
     if any(spec.mesh_axes != mesh.axes for spec in request.manual):
         mesh = LogicalMesh(request.manual[0].mesh_axes)
         if mesh.num_devices != 1:
+            mode = "another parallel_mode" if request.parallel_mode == "stand_alone" else f"device_num={mesh.num_devices}"
             raise UnsupportedError(
-                "The step holds a shard_map over several devices, which one device cannot run.", fix="use hybrid_parallel"
+                "The step holds a shard_map over several devices, which one device cannot run.",
+                where=graph.origins[request.manual[0].op].source,
+                got=f"shard_map mesh {dict(mesh.axes)}",
+                fix=f"use {mode}; {_PMAP}",
             )
         setup.mesh = mesh
     return setup
@@ -150,7 +157,7 @@ def _force_manual(graph: Graph, request: Request, setup: Setup) -> None:
                 "A shard_map in the step runs on another mesh than the step itself.",
                 where=graph.origins[specs.op].source,
                 got=f"shard_map mesh {dict(specs.mesh_axes)}, step mesh {dict(setup.mesh.axes)}",
-                fix="build the shard_map on spmdctx.get_mesh(), or pass its mesh as mesh=",
+                fix=f"build the shard_map on spmdctx.get_mesh(), or pass its mesh as mesh=; {_PMAP}",
             )
         setup.forced[specs.op] = _axes_from_specs(graph.ops[specs.op].rule, specs)
 

@@ -57,9 +57,13 @@ def test_stand_alone_says_that_constraints_have_no_effect():
     assert [note for note in setup.notes if "no effect" in note]
 
 
-def test_stand_alone_refuses_a_shard_map_over_several_devices():
-    with pytest.raises(UnsupportedError, match="several devices"):
-        prepare(layer(), request("stand_alone", manual=(ManualSpecs(0, AXES, ((D, ()),), ((D, ()),)),)))
+@pytest.mark.parametrize(
+    ("mode", "devices", "fix"), [("stand_alone", 8, "use another parallel_mode"), ("hybrid_parallel", 1, "use device_num=8")]
+)
+def test_one_device_refuses_a_shard_map_over_several_devices(mode, devices, fix):
+    with pytest.raises(UnsupportedError, match="several devices") as error:
+        prepare(layer(), request(mode, num_devices=devices, manual=(ManualSpecs(0, AXES, ((D, ()),), ((D, ()),)),)))
+    assert [words for words in (fix, "function of jax.pmap", str(dict(AXES))) if words not in str(error.value)] == []
 
 
 def test_data_parallel_splits_the_batch_and_keeps_the_rest_whole():
@@ -108,6 +112,7 @@ def test_a_shard_map_on_another_mesh_is_refused():
     with pytest.raises(UnsupportedError, match="another mesh") as error:
         prepare(graph, request("hybrid_parallel", manual=(specs,)))
     assert "get_mesh" in str(error.value)
+    assert "jax.pmap" in str(error.value)
 
 
 def test_semi_auto_parallel_splits_every_op_that_has_the_batch():
