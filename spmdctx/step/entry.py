@@ -19,6 +19,7 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step.agreement import agree_on_plan, spans_processes
 from spmdctx.step.direct.direct import OtherArgumentsError, direct_call, signature
 from spmdctx.step.direct.donation import Buffers, is_of_buffers
+from spmdctx.step.direct.two_bits import check_two_bits
 from spmdctx.step.out_of_memory import add_advice
 from spmdctx.step.planning.planner import Planned
 from spmdctx.step.planning.saved import planned_with_files
@@ -186,13 +187,26 @@ class Entry:
         )
 
     @cached_property
+    def _runnable(self) -> bool:
+        """True if the devices can run the program.
+
+        Raises:
+            ContextError: fewer devices than the plan is for, or devices that cannot run.
+            UnsupportedError: the program does what ends the process.
+        """
+        self.environment.check_running()
+        planned, backend = self.planned, backend_of(self.environment.devices)
+        check_two_bits(planned.program.graph, planned.mesh, backend, lambda: self.lower(self.captured.in_avals).compile())
+        return True
+
+    @cached_property
     def call(self) -> Callable[..., tuple[Any, ...]]:
         """The jitted flat program, to be run.
 
         Raises:
             ContextError: fewer devices than the plan is for, or devices that cannot run.
         """
-        self.environment.check_running()
+        self._runnable  # noqa: B018  raises
         return self.program.jitted
 
     @cached_property
@@ -260,7 +274,7 @@ class Entry:
 
     def execute(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """Runs the program on leaves that are already placed and returns its flat results; the user's objects stay unchanged."""
-        self.environment.check_running()
+        self._runnable  # noqa: B018  raises
         self.agreed  # noqa: B018  before anything runs
         if self.direct is not None:
             try:
@@ -304,7 +318,7 @@ class Entry:
                     need="spmdctx.parallel or AutoParallel around the outermost step only",
                     fix="give spmdctx.value_and_grad the function itself, or the outer step semi_auto_parallel or auto_parallel",
                 )
-            self.environment.check_running()
+            self._runnable  # noqa: B018  raises
             return self.structure.finish(read.handle, inner(*leaves))
         if not known or self.on_several_devices or self.direct is not None:
             return self._call(*self._settled(read, known))
@@ -337,7 +351,7 @@ class Entry:
 
     def _placed(self, read: Read) -> list[Any]:
         """Moves leaves that are committed elsewhere to where the plan wants them, and returns all leaves."""
-        self.environment.check_running()
+        self._runnable  # noqa: B018  raises
         placed, placed_by_jit, moves, spread = list(read.leaves), [], False, self.agreed
         for index, (leaf, target) in enumerate(zip(read.leaves, self.program.in_shardings, strict=True)):
             sharding = getattr(leaf, "sharding", None)
