@@ -9,9 +9,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from spmdctx.errors import UnsupportedError
 from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.rule import OpRule
+
+_MOST_BYTES = 2**60
+"""What a tensor may have, so that sums of them are numbers of 64 bits."""
 
 
 class Kind(NamedTuple):
@@ -68,7 +72,11 @@ class Columns:
         results: Sequence[tuple[int, ...]],
         tensors: tuple[Sequence[Tensor], Sequence[int]],
     ) -> None:
-        """Lays out a program; `places` are `repeats` and `scopes`, `tensors` the distinct tensors and the number of each value's own."""
+        """Lays out a program; `places` are `repeats` and `scopes`, `tensors` the distinct tensors and the number of each value's own.
+
+        Raises:
+            UnsupportedError: a tensor of more than 2**60 bytes.
+        """
         self.kinds, self.kind_of = kinds, np.array(kind_of, dtype=np.int64)
         self.repeats, self.scopes = (np.array(own, dtype=np.int64) for own in places)
         self.operands, self.results = operands, results
@@ -76,6 +84,9 @@ class Columns:
         self._lay_out(len(tensors[1]))
 
     def _measure(self, tensors: Sequence[Tensor], tensor_of: Sequence[int]) -> None:
+        largest = max(tensors, key=_bytes, default=None)
+        if largest is not None and _bytes(largest) > _MOST_BYTES:
+            raise UnsupportedError("A tensor of the step has more than 2**60 bytes.", got=f"{largest.dtype}{list(largest.shape)}")
         counts = np.array([*map(_count, tensors), 0], dtype=np.int64)
         widths = np.array([*[item_bytes(tensor.dtype) for tensor in tensors], 0], dtype=np.int64)
         which = np.array([*tensor_of, -1], dtype=np.int64)
@@ -126,6 +137,10 @@ class Columns:
     def have_result(self, is_such: BoolArray) -> BoolArray:
         """Returns for each op whether one of its results is a value marked in `is_such`."""
         return np.bincount(self.makers[is_such[self.made]], minlength=self.num_ops) > 0
+
+
+def _bytes(tensor: Tensor) -> int:
+    return _count(tensor) * item_bytes(tensor.dtype)
 
 
 def _count(tensor: Tensor) -> int:

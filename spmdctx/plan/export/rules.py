@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from spmdctx.errors import UnsupportedError
@@ -22,7 +23,7 @@ def rules_text(plan: PlanData) -> str:
     that is whole has none, so that no tensor has a name or an axis twice.
 
     Raises:
-        UnsupportedError: the plan knows no parameters.
+        UnsupportedError: the plan knows no parameters, or two of the same path.
     """
     parameters = [tensor for tensor in plan.inputs if tensor.role is Role.PARAMETER]
     if not parameters:
@@ -31,7 +32,10 @@ def rules_text(plan: PlanData) -> str:
             got=", ".join(sorted({tensor.role.value for tensor in plan.inputs})) or "a step without arguments",
             fix="export the plan of a training step",
         )
-    axes_of = {path: _names(tensor) for path, tensor in ((tensor.path, tensor) for tensor in parameters)}
+    axes_of = {tensor.path: _names(tensor) for tensor in parameters}
+    if len(axes_of) < len(parameters):
+        twice = next(path for path, count in Counter(tensor.path for tensor in parameters).items() if count > 1)
+        raise UnsupportedError("Two parameters of the plan have the same path.", got=twice, fix="rename a key that holds a slash")
     rules: dict[str, AxisNames] = {}
     for tensor in parameters:
         rules.update((name, axes) for name, axes in zip(axes_of[tensor.path], tensor.sharding, strict=True) if name)

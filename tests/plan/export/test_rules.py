@@ -89,3 +89,11 @@ def test_a_saved_plan_can_say_its_rules_and_one_without_parameters_cannot(tmp_pa
     assert exported(spmdctx.Plan.load(tmp_path / "plan.json"), tmp_path)["LOGICAL_AXIS_RULES"] == own["LOGICAL_AXIS_RULES"]
     with pytest.raises(UnsupportedError, match="needs parameters"):
         spmdctx.plan(jnp.sin, X, parallel_mode="auto_parallel", batch_argnums=0).export("rules", tmp_path / "none.py")
+
+
+def test_parameters_of_one_path_are_refused():
+    state = {"a/b": jnp.ones((8, 4)), "a": {"b": jnp.ones(8)}}
+    plan = spmdctx.plan(lambda state, x: (state, x.sum()), state, jnp.ones(8), parallel_mode="data_parallel")
+    with pytest.raises(UnsupportedError, match="the same path") as error:
+        plan.export("rules", "rules.py")
+    assert "a/b" in str(error.value)
