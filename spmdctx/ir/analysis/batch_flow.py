@@ -167,6 +167,8 @@ class _Follower:
             return self._wrong(op, f"{self._named(op)} looks its rows up by index")
         if op.primitive.startswith("scatter") and given[0] is not None and not _are_windows(op, split):
             return self._lost(op)
+        if op.primitive == "ragged_dot_general" and given[2] is None and _are_grouped(op, split):
+            return self._lost(op)  # its sizes count all rows: which group has a row depends on the rows before it
         return self._through(op, split, impure, is_partial)
 
     def _through(self, op: Op, split: Mapping[int, int], impure: bool, is_partial: bool) -> Sequence[Flow]:
@@ -311,6 +313,12 @@ def _dims_of_rows(dims: Sequence[DimFactors], rows: Mapping[int, int], sizes: Se
             found.append((dim, prod(rows[factor] for factor in factors[:leading])))
         seen += leading
     return tuple(found) if seen == len(rows) else None
+
+
+def _are_grouped(op: Op, rows: Mapping[int, int]) -> bool:
+    """Returns whether rows may be what a ragged product cuts into groups: a dimension of its left operand alone, or contracted."""
+    left, right = ({factor for factors in op.rule.operands[place] for factor in factors} for place in (0, 1))
+    return any(factor in left and (factor not in right or op.rule.kinds[factor] is FactorKind.REDUCTION) for factor in rows)
 
 
 def _are_windows(op: Op, rows: Mapping[int, int]) -> bool:

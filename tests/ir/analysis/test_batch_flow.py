@@ -57,3 +57,31 @@ def test_loops_are_followed_until_nothing_changes(fn, kind):
     graph = trace(fn, X).graph
     flows = follow(graph, graph.ops, {graph.inputs[0]: 0})
     assert flows[graph.outputs[0]].kind is kind
+
+
+EXPERTS, SIZES = jnp.ones((2, 4, 3)), jnp.array([5, 3], jnp.int32)
+
+
+def grouped_by_all_rows(x):
+    return lax.ragged_dot(x, EXPERTS, SIZES).sum()
+
+
+def grouped_by_their_own(x):
+    first = (x[:, 0] > 0).sum(dtype=jnp.int32)
+    return lax.ragged_dot(x, EXPERTS, jnp.stack([first, len(x) - first])).sum()
+
+
+def tokens_grouped_within_each_row(x):
+    product = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), [1], [1])
+    rows = jnp.broadcast_to(x[:, None], (8, 8, 4))
+    return lax.ragged_dot_general(rows, jnp.broadcast_to(EXPERTS, (8, 2, 4, 3)), jnp.broadcast_to(SIZES, (8, 2)), product).sum()
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind"),
+    [(grouped_by_all_rows, FlowKind.LOST), (grouped_by_their_own, FlowKind.SUM), (tokens_grouped_within_each_row, FlowKind.SUM)],
+)
+def test_rows_are_lost_where_their_place_among_all_rows_chooses_a_group(fn, kind):
+    graph = trace(fn, X).graph
+    flows = follow(graph, graph.ops, {graph.inputs[0]: 0})
+    assert flows[graph.outputs[0]].kind is kind
