@@ -12,7 +12,6 @@ from spmdctx.ir.graph import Graph, Role
 from spmdctx.ir.mesh import axes_of, replicated
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.topology import Topology
-from spmdctx.search.axis_order import with_axes_in_order
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed
@@ -29,6 +28,7 @@ from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import batch_parts, prepare
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.search.whatif.axis_order import with_axes_in_order
 from spmdctx.wording import counted
 
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"

@@ -8,8 +8,8 @@ import pytest
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import PRESETS
-from spmdctx.search.axis_order import with_axes_in_order
 from spmdctx.search.setup.request import Setup
+from spmdctx.search.whatif.axis_order import with_axes_in_order
 from tests.road import ops, spread, trace
 
 MESH, TPU = LogicalMesh.of({"data": 2, "model": 4}), PRESETS["tpu-v5e"]
