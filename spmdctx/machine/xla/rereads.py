@@ -136,5 +136,5 @@ def looked_up(columns: Columns, fused: BoolArray) -> bytes:
     makers = columns.maker_of[columns.read[columns.which(LOOKED_UP.__eq__)[columns.readers]]]
     makers = makers[makers >= 0]
     found[makers] = ~fused[columns.slot_starts[makers + 1] - 1]
-    found &= columns.which(CHAINED.__contains__)
+    found &= columns.which(CHAINED.__contains__) & (np.bincount(columns.makers, minlength=columns.num_ops) == 1)
     return found.tobytes()

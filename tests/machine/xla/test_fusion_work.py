@@ -155,6 +155,15 @@ def test_what_is_made_of_logits_is_written_by_their_product_and_read_narrow(chan
     assert all(max(dot.work.moved[:2]) <= 1.02 * NARROW for dot in gradients)
 
 
+def test_a_part_of_a_split_that_is_looked_up_is_not_written_by_the_product():
+    def step(x, w):
+        first, second = jnp.split((x @ w).astype(jnp.float32), 2, 1)
+        return first[LABELS], second
+
+    program = trace(step, X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    assert not is_inside(ops(program, "split")[0]) or ops(program, "dot_general")[0].work.moved[2] == 2 * WIDE
+
+
 def test_a_gradient_of_logits_that_others_read_too_is_written():
     def step(x, w):
         logits = x @ w
