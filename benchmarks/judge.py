@@ -3,8 +3,8 @@
     python -m benchmarks.judge FILE.hlo --topology v5p:2x2x2
 
 Estimate `cycles_s` sums the compiler's estimated cycles over the clock, `roofline_s` each instruction's matrix FLOPs and HBM bytes
-at the published rates, and convolutions of single channels at the rate that the compiler's cycles give them. Both count loop bodies
-as often as they run and add what of the collectives (`judge_links`) no compute hides.
+at the published rates, and convolutions of single channels, or behind a stride, at the rate that the compiler's cycles give them. Both
+count loop bodies as often as they run and add what of the collectives (`judge_links`) no compute hides.
 No estimate has been held against hardware.
 """
 

@@ -20,18 +20,30 @@ class Moved(NamedTuple):
     time_s: float
 
 
+class Crossed(NamedTuple):
+    """A sum that is reduced whole because its slices, `kept` by all readers, do not lie in the order in which devices add it up.
+
+    In the order `wanted` it would be scattered.
+    """
+
+    value: int
+    kept: TensorSharding
+    wanted: TensorSharding
+
+
 @dataclass(slots=True)
 class Bill:
     """All costs of an assignment in one step, per device.
 
     `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op, of which
     `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. `early` has the updates that the
-    bill counts as run right behind their gradients.
+    bill counts as run right behind their gradients, `crossed` the sums that another order of axes would make cheaper.
     """
 
     collectives: list[Collective] = field(default_factory=list)
     shares: list[float] = field(default_factory=list)
     moves: list[Moved] = field(default_factory=list)
+    crossed: tuple[Crossed, ...] = ()
     compute_s: float = 0.0
     memory_bytes: int = 0
     argument_bytes: int = 0

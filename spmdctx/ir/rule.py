@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -97,3 +98,10 @@ def _side_text(side: tuple[tuple[DimFactors, ...], ...], names: list[str]) -> st
             parts.append(f"({text})" if len(factors) > 1 else text or "1")
         tensors.append(f"[{', '.join(parts)}]")
     return f"({', '.join(tensors)})"
+
+
+def window_flops(rule: OpRule, operands: Sequence[Sequence[int]], results: Sequence[Sequence[int]]) -> int:
+    """Returns the operations of a convolution of these shapes: for each element of the result all of a window, zeros included."""
+    kernel = math.prod(operands[1])
+    shared = (size for size, dim in zip(operands[1], rule.operands[1], strict=True) if dim and dim in rule.results[0])
+    return 2 * math.prod(results[0]) * kernel // max(1, next(shared, 1))

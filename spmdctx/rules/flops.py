@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from spmdctx.ir.primitives import CONTRACTIONS, KERNELS
-from spmdctx.ir.rule import OpRule
+from spmdctx.ir.rule import OpRule, window_flops
 from spmdctx.rules.builder import Shape
 from spmdctx.rules.kernels.grids import kernel_flops
 
@@ -49,7 +49,7 @@ _MATRIX_FLOPS: dict[str, Callable[[int, int], float]] = {
 def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes, params: Mapping[str, Any] = MappingProxyType({})) -> int:
     """Returns the operations of the whole op on one device; a multiply-add counts as two, moving data as none.
 
-    Only kernels, which bring a program of their own, need the parameters of their equation.
+    Only kernels, which bring a program of their own, and convolutions that put elements apart need the parameters of their equation.
     """
     if primitive in KERNELS:
         return kernel_flops(params)
@@ -58,7 +58,7 @@ def op_flops(primitive: str, rule: OpRule, operands: _Shapes, results: _Shapes, 
     if primitive in CONTRACTIONS:
         return _contraction_flops(rule)
     if primitive == "conv_general_dilated":
-        return _convolution_flops(rule, operands, results)
+        return window_flops(rule, operands, results) // math.prod(params.get("lhs_dilation") or ())
     if primitive in _MATRIX_FLOPS:
         *batch, m, n = operands[0]
         return int(math.prod(batch) * _MATRIX_FLOPS[primitive](m, n))
@@ -80,13 +80,6 @@ def _contraction_flops(rule: OpRule) -> int:
     """
     lhs, rhs, made = ({factor for factors in dims for factor in factors} for dims in (*rule.operands[:2], rule.results[0]))
     return 2 * math.prod(rule.sizes[factor] for factor in lhs | (rhs - rule.blocked) | made)
-
-
-def _convolution_flops(rule: OpRule, operands: _Shapes, results: _Shapes) -> int:
-    """Counts one window per element of the output: the kernel's elements per output feature."""
-    kernel = math.prod(operands[1])
-    shared = (size for size, dim in zip(operands[1], rule.operands[1], strict=True) if dim and dim in rule.results[0])
-    return 2 * _largest(results) * kernel // next(shared, 1)
 
 
 def _whole_size(shape: Shape, rule: OpRule) -> int:

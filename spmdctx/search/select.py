@@ -28,6 +28,7 @@ from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.modes import batch_parts, prepare
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.search.whatif.axis_order import with_axes_in_order
 from spmdctx.wording import counted
 
 _IN_TURNS = "Gradients are reduced in every micro-batch, not once per step"
@@ -91,7 +92,8 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     left_out = _too_wide(step, request, options)
     if left_out:
         options = replace(options, search_mode="sharding_propagation")
-    chosen = _reduced_once(step, request, options, _search(step, request, options))
+    chosen = _in_order(step, options, _search(step, request, options))
+    chosen = _reduced_once(step, request, options, chosen)
     chosen.setup.notes += left_out
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:
         return chosen
@@ -110,6 +112,15 @@ def _too_wide(step: Step, request: Request, options: SearchOptions) -> list[str]
         return []
     apart = f"The mesh has too many axes that the user's shardings keep apart for {options.search_mode}"
     return [f"{apart}: sharding_propagation made this plan. A mesh of fewer axes is searched."]
+
+
+def _in_order(step: Step, options: SearchOptions, chosen: Chosen) -> Chosen:
+    """Has sums scattered that only the order of axes keeps whole; where nothing was searched, the order is the user's."""
+    setup, before, certificate = chosen
+    if options.is_rough or options.search_mode not in ("dynamic_programming", "recursive_programming") or setup.mesh.num_devices == 1:
+        return chosen
+    assignment = with_axes_in_order(step, setup, before, options.topology)
+    return chosen if assignment is before else Chosen(setup, assignment, certificate and certificate._replace(counted_s=None))
 
 
 def _reduced_once(step: Step, request: Request, options: SearchOptions, chosen: Chosen) -> Chosen:

@@ -179,6 +179,22 @@ def test_convolutions_of_groups_are_products():
     assert work.lane_flops == 0.0
 
 
+@pytest.mark.parametrize(("name", "times"), [("conv_general_dilated", 2), ("bqd,bkd->bqk/dot_general", 1)])
+def test_convolutions_that_put_elements_apart_multiply_some_zeros(name, times):
+    text = """HloModule m
+
+ENTRY %main (g: bf16[16,32,32,128], w: bf16[1,1,128,256]) -> bf16[16,63,63,256] {
+  %g = bf16[16,32,32,128]{3,2,1,0} parameter(0)
+  %w = bf16[1,1,128,256]{3,2,1,0} parameter(1)
+  ROOT %c = bf16[16,63,63,256]{3,2,1,0} convolution(%g, %w), window={size=1x1 lhs_dilate=2x2}, METADATA
+}
+"""
+    about = f'dim_labels=b01f_01io->b01f, metadata={{op_name="{name}"}}'
+    module = read_module(text.replace("METADATA", about))
+    entry = module.computations[module.entry]
+    assert work_of(entry.instructions["c"], entry, module).flops == times * 2 * 16 * 32 * 32 * 128 * 256
+
+
 def test_the_kernel_of_a_ragged_product_multiplies_each_row_once():
     text = """HloModule m
 

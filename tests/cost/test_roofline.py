@@ -209,3 +209,16 @@ def convolution_s(kernel, channels, groups=1, flops=0, machine=H100):
     graph = make.graph()
     op = graph.ops[0]._replace(flops=flops or op_flops("conv_general_dilated", rule, shapes, (result,)))
     return compute_time_s(graph, op, ((),) * len(rule.sizes), MESH, machine) - 2.5 * machine.kernel_s
+
+
+@pytest.mark.parametrize(("machine", "times"), [(FAST, 2.0), (H100, 1.0)], ids=["tpu", "gpu"])
+def test_a_convolution_that_puts_elements_apart_multiplies_some_zeros(machine, times):
+    shapes, result = ((64, 32, 32, 256), (3, 3, 256, 256)), (64, 64, 64, 256)
+    parameters = {"dimension_numbers": CHANNELS_LAST, "feature_group_count": 1, "batch_group_count": 1, "lhs_dilation": (2, 2)}
+    make = GraphMaker()
+    rule = rule_for("conv_general_dilated", shapes, (result,), parameters)
+    make.op("conv_general_dilated", rule, *(make.input(*shape, dtype="bfloat16") for shape in shapes), shape=result, dtype="bfloat16")
+    graph = make.graph()
+    op = graph.ops[0]._replace(flops=op_flops("conv_general_dilated", rule, shapes, (result,), parameters))
+    seconds = compute_time_s(graph, op, ((),) * len(rule.sizes), MESH, machine) - 2.5 * machine.kernel_s
+    assert seconds == pytest.approx(times * 2 * 64 * 64 * 64 * 256 * 256 * 9 / 4 / machine.peak_flops_per_s, rel=0.02)

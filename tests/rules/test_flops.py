@@ -9,6 +9,8 @@ from jax import lax
 from spmdctx.rules.flops import op_flops
 from tests.rules.numeric_oracle import equation
 
+CONV = "conv_general_dilated"
+
 
 def conv(**options):
     return lambda x, kernel: lax.conv_general_dilated(x, kernel, **{"window_strides": (1, 1), "padding": "SAME", **options})
@@ -28,6 +30,11 @@ def flops(primitive, function, *args):
         ("conv_general_dilated", conv(), ((2, 3, 8, 8), (5, 3, 3, 3)), 2 * (2 * 5 * 8 * 8) * (3 * 3 * 3)),
         ("conv_general_dilated", conv(feature_group_count=4), ((2, 4, 8, 8), (4, 1, 3, 3)), 2 * (2 * 4 * 8 * 8) * (3 * 3)),
         ("conv_general_dilated", conv(batch_group_count=2), ((4, 4, 8, 8), (6, 4, 3, 3)), 2 * (2 * 6 * 8 * 8) * (4 * 3 * 3)),
+        (
+            "conv_general_dilated",
+            ((2, 3, 8, 8), (5, 3, 3, 3)),
+            2 * 2 * 5 * 16 * 16 * 27 // 4,
+        ),
         ("reduce_sum", lambda x: lax.reduce_sum(x, axes=(0,)), ((8, 16),), 8 * 16),
         ("exp", jnp.exp, ((8, 16),), 8 * 16),
         ("transpose", jnp.transpose, ((8, 16),), 0),
@@ -38,6 +45,11 @@ def flops(primitive, function, *args):
 )
 def test_operations_are_those_counted_by_hand(primitive, function, shapes, expected):
     assert flops(primitive, function, *(jnp.ones(shape) for shape in shapes)) == expected
+
+
+def test_zeros_between_elements_are_not_multiplied():
+    apart = equation(conv(padding=[(1, 2)] * 2, lhs_dilation=(2, 2)), jnp.ones((2, 3, 8, 8)), jnp.ones((5, 3, 3, 3)), primitive=CONV)
+    assert op_flops(CONV, apart.rule, apart.operands, apart.results, {"lhs_dilation": (2, 2)}) == 2 * (2 * 5 * 16 * 16) * (3 * 3 * 3) // 4
 
 
 def test_each_row_of_a_ragged_dot_meets_one_group():

@@ -75,6 +75,7 @@ class _Biller:
             collectives=rows,
             shares=shares,
             moves=self._moves.rows,
+            crossed=tuple(self._reductions.crossed),
             compute_s=self._compute_s(needs),
             hidden_communication_s=sum(row.time_s * row.repeats * share for row, share in zip(rows, shares, strict=True)),
             flops=_sum_in_order(needs.per_op(lambda need: need.flops)),

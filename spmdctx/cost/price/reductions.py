@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from spmdctx.cost.bill import Crossed
 from spmdctx.cost.needs import Need
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.collected import Collected, Hiding, Wanted
@@ -18,14 +19,15 @@ from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
 from spmdctx.machine.xla.overlap import overlap_candidates
-from spmdctx.machine.xla.partial_sums import Readers, Sums
+from spmdctx.machine.xla.partial_sums import Cut, Readers, Sums
 from spmdctx.machine.xla.reductions import ReductionPlan, reduction_plan, scattered_by
 
 
 class Reductions:
     """The reductions of an assignment.
 
-    `scattered` has the sums that XLA reduce-scatters in the end, each with the slice that is left of it.
+    `scattered` has the sums that XLA reduce-scatters in the end, each with the slice that is left of it. `crossed` has those that it
+    reduces whole because the slices lie in another order than the devices that add them up.
     """
 
     def __init__(self, assigned: Assigned, directives: Directives, readers: Readers, collected: Collected, memory: MemoryCount) -> None:
@@ -35,6 +37,7 @@ class Reductions:
         if assigned.topology.compiler.merges_partial_sums:
             self._sums = Sums(readers, assigned.assignment, assigned.mesh, assigned.topology, directives.widened)
         self.scattered: dict[int, TensorSharding] = {}
+        self.crossed: list[Crossed] = []
 
     @property
     def joins_terms(self) -> bool:
@@ -108,12 +111,19 @@ class Reductions:
         for cut in self._sums.slices():
             row = rows[cut.place]
             if cut.axes and set(cut.axes) == {name for name in row.axes if mesh.sizes[name] > 1}:
-                order = () if cut.place in self._sums.added else row.axes
-                kind = self._scattered_by(cut.value, row.payload_bytes, order, cut.whole, cut.kept)
+                kind = self._scattered_by(cut.value, row.payload_bytes, row.axes, cut.whole, cut.kept)
+                if kind == "all_reduce" and cut.place in self._sums.added:
+                    self._note_order(cut, row.axes, row.payload_bytes)
                 time_s = collective_time_s(kind, row.payload_bytes, cut.axes, mesh, self._collected.machines[cut.place])
                 rows[cut.place] = replace(row, kind="reduce_scatter", axes=cut.axes, time_s=time_s)
                 self.scattered[cut.value] = cut.kept
         self._collected.drop(self._sums.joined)
+
+    def _note_order(self, cut: Cut, order: AxisNames, payload: int) -> None:
+        """Notes a sum whose slices could be scattered if they lay in the order of the devices that add them up."""
+        wanted = tuple([_in_order_of(order, names) if names != whole else names for names, whole in zip(cut.kept, cut.whole, strict=True)])
+        if wanted != cut.kept and self._scattered_by(cut.value, payload, order, cut.whole, wanted) == "reduce_scatter":
+            self.crossed.append(Crossed(cut.value, cut.kept, wanted))
 
     def _gather_candidates(self, op: Op, value: int, natural: TensorSharding, partial: AxisNames) -> None:
         """Adds the gathers by which XLA compares every device's best value, and its index."""
@@ -132,3 +142,8 @@ class Reductions:
     def _hiding(self, value: int) -> Hiding:
         topology = self._assigned.topology
         return Hiding(self._overlap.reduction_share(value, topology), self._overlap.reduction_machine(value, topology))
+
+
+def _in_order_of(order: AxisNames, names: AxisNames) -> AxisNames:
+    """Returns the axes in the order in which a sum is spread over them; those that it is not spread over stay in front."""
+    return (*(name for name in names if name not in order), *(name for name in order if name in names))

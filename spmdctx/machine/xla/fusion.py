@@ -8,7 +8,8 @@ What XLA does: it fuses chains of element-wise ops into the matrix products and 
     a loop stacks up is there, too, whatever reads it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: 70 plans whose peaks are within 15 % of those compiled; U-Nets of 128, 256 and 512 images in
     data parallelism, 1.02, 1.13 and 1.05 times those compiled (benchmarks/RESULTS.md). v5e, v5p and v6e: selective scans; six
-    plans of Mamba, 0.89 to 1.08 of the judge's time instead of 0.33 to 0.87. 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans within 15 %.
+    plans of Mamba, 0.89 to 1.08 of the judge's time instead of 0.33 to 0.87. v5e: twelve losses of logits that are scaled, biased,
+    capped, masked or smoothed, and convolutions before a group norm. 8 x H100, CUDA plugin 0.10.2: 43 of 56 plans within 15 %.
 Switch: `Compiler.fuses_into_products`: on GPU and CPU operands and results of a product are in memory.
 Priced by: trace.build.build, which marks what is fused on TPU; trace.build.compiled, elsewhere; cost.roofline, cost.memory.lives
 Written or prevented by: machine.xla.partitioner.recompute, machine.xla.partitioner.needed_constraints: a constraint makes a value exist.
@@ -18,6 +19,7 @@ Checked by: tests/machine/xla/test_fusion.py, tests/cost/memory/test_lives.py, b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,13 @@ _MOST_SOURCES = 3
 
 Measured on: 70 plans for v5e:2x4, and U-Nets of 128 to 512 images.
 Checked by: benchmarks/fidelity_plans.py
+"""
+
+_LONGEST_FORK = 16
+"""The most ops that are followed from a fork to where its ways meet again.
+
+Measured on: the gradient of logits capped by a tanh has three.
+Checked by: tests/machine/xla/test_fusion.py
 """
 
 
@@ -114,7 +123,7 @@ def _keep_shared(columns: Columns, materialized: BoolArray, chains: BoolArray, r
             found = _sources(operands, elements[value], kept, sources, elements)
             if compares:
                 compared[value] = scatters[op] or any(compared[operand] for operand in operands)
-            if shared[value] and (compared[value] or len(found) > _MOST_SOURCES):
+            if shared[value] and (len(found) > _MOST_SOURCES or (compared[value] and not readers.joins_again(value))):
                 materialized[value] = True
                 kept[value], compared[value] = 1, 0
             sources[value] = found
@@ -188,6 +197,8 @@ class _FusedReaders:
     def __init__(self, columns: Columns, kept: BoolArray, takers: tuple[str, ...]) -> None:
         size = columns.num_values + 1  # the last one stands for literals
         self._columns = columns
+        self._order: IntArray | None = None
+        self._sorted: IntArray = columns.read
         self.scatters = comparing_scatters(columns)
         self.chained = (columns.which(CHAINED.__contains__) & ~columns.parting) | self.scatters
         self.takes_chains = self.chained | columns.which(lambda primitive: primitive.startswith(takers))
@@ -216,7 +227,55 @@ class _FusedReaders:
         # A slice is cut off within a product.
         cut = columns.which("slice".__eq__)[last] & columns.which(MATRIX_PRODUCTS.__contains__)[columns.maker_of]
         found: BoolArray = (self.count == 1) & fits[last] & ~widens & (cut | (columns.elements[made] == columns.elements))
+        self._stop_before_wide_forks(found, made)
         return found
+
+    def _stop_before_wide_forks(self, passes: BoolArray, made: IntArray) -> None:
+        """Takes the products' results out of `passes` whose chain, of ops with one reader each, has several at a wider value.
+
+        Each of these readers computes the chain anew, from the product's result in its own precision. Rows of which the largest is sought
+        stay, unless a look-up reads them: they become the exponentials of a softmax.
+        """
+        columns, count, items, elements = self._columns, self.count, self._columns.item_bytes, self._columns.elements
+        widens = columns.which("convert_element_type".__eq__)[self.last] & (items[made] > items)
+        products = columns.which(MATRIX_PRODUCTS.__contains__)[columns.maker_of] & (columns.maker_of >= 0)
+        rows = np.zeros(len(count), dtype=bool)
+        rows[columns.read[columns.which("reduce_max".__eq__)[columns.readers]]] = True
+        rows &= ~self.needed
+        for value in np.flatnonzero(passes & widens & products).tolist():
+            end = int(made[value])
+            while passes[end] and elements[made[end]] == elements[value] and made[end] > end:
+                end = int(made[end])
+            if count[end] > 1 and items[end] > items[value] and elements[end] == elements[value] and not rows[end]:
+                passes[value] = False
+
+    def joins_again(self, value: int) -> bool:
+        """Returns whether the few ops that read a value, and those that read what they make, are chains that end in a single op."""
+        columns, left, seen = self._columns, list[int](), set[int]()
+
+        def add(read: int) -> None:
+            for op in self.readers_of(read):
+                if op not in seen:
+                    seen.add(op)
+                    heappush(left, op)
+
+        add(value)
+        while left and len(seen) <= _LONGEST_FORK:
+            op = heappop(left)
+            if not self.chained[op] or len(columns.results[op]) != 1:
+                return False
+            if not left:
+                return True
+            add(columns.results[op][0])
+        return False
+
+    def readers_of(self, value: int) -> list[int]:
+        """Returns the ops that read a value."""
+        if self._order is None:
+            self._order = np.argsort(self._columns.read, kind="stable")
+            self._sorted = self._columns.read[self._order]
+        first, last = np.searchsorted(self._sorted, [value, value + 1])
+        return [int(op) for op in self._columns.readers[self._order[first:last]]]
 
 
 def comparing_scatters(columns: Columns) -> BoolArray:

@@ -4,9 +4,9 @@ What XLA does: it computes chains of element-wise ops on the way into the matrix
     them. The reads and the arithmetic of the chain hide behind the product's multiplications, or these hide behind the chain. The price
     charges all of a fusion to its one main op. It charges a chain that leads to several to the first, and what the others read again to
     them. On TPU a product also sums its result with what was made before, for gradients of biases and of norms. What products alone
-    read it writes in their precision. One whose result is needed in float32, too, writes both; other fusions read the narrower. What a
-    scatter of one element per row makes, the gradient of logits, is computed in each product that reads it: the plan counts its memory,
-    and no time to write it.
+    read it writes in their precision. One whose result is needed in float32, too, or what a chain makes of it for a look-up, as of capped
+    logits, writes both; other fusions read the narrower. What a scatter of one element per row makes, the gradient of logits, is computed
+    in each product that reads it, from the logits: the plan counts its memory, and no time to write it.
 Seen in: jax 0.10.2, libtpu 0.0.42, v5e:2x4: the step times of 70 plans have the order of those compiled (rank correlation 0.997, by the
     roofline of the scheduled program). Sums in the fusions of products: ViT, DiT, T5 and evoformer (benchmarks/RESULTS.md). One H200, jax
     0.11.2: kernels take what the bytes of their fusions take; steps of ten programs are predicted at 0.52 to 0.95 of the kernels' time,
@@ -29,7 +29,7 @@ from spmdctx.ir.arrays import BoolArray, IntArray
 from spmdctx.ir.graph import Op, Work
 from spmdctx.ir.primitives import ANNOTATIONS, CARRYING, KERNELS, MATRIX_PRODUCTS, PICKING, SCAN_ENTER, SCAN_EXIT, WHILE_ENTER
 from spmdctx.machine.xla.fusion import CHAINED, comparing_scatters
-from spmdctx.machine.xla.rereads import NOWHERE, FusionMoves, operands_again, other_homes, rates_apart
+from spmdctx.machine.xla.rereads import NOWHERE, FusionMoves, looked_up, operands_again, other_homes, rates_apart, wide_copies
 
 _COSTLY = frozenset(
     {
@@ -70,10 +70,10 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
         for_each: Whether each main op to which a chain leads reads and computes the chain anew, and not the first alone.
     """
     finder, alone = _Homes(columns, fused, joins_products=not for_each), columns.which(_ALONE.__contains__)
-    found_homes, sizes = finder.found, finder.read_sizes()
+    found_homes, reads = finder.found, finder.reads()
     more = other_homes(columns, found_homes, alone, finder.leads_on)
     if not for_each:
-        fused = finder.with_comparisons(fused)
+        fused = finder.with_comparisons(fused, reads)
     homes = np.array(found_homes, dtype=np.int64)
     at_home, numbers = homes >= 0, np.arange(columns.num_ops)
     mains = np.where(at_home, columns.slot_ops[homes], numbers) if len(homes) else numbers
@@ -87,7 +87,7 @@ def fusion_works(columns: Columns, fused: BoolArray, *, for_each: bool = False) 
     found: list[Work | None] = [inside[kind] for kind in columns.kind_of.tolist()]
     for op in np.flatnonzero(alone & ~at_home).tolist():
         found[op] = None
-    moves = _moves(columns, fused, (homes, sizes), more)
+    moves = _moves(columns, fused, (homes, *reads), more)
     _add_works(found, np.flatnonzero(~alone & ~at_home), columns, (moves, for_each), arithmetic)
     return found
 
@@ -99,9 +99,9 @@ def vector_flops(op: Op | Kind) -> int:
     return op.flops * _COSTLY_FLOPS if op.primitive in _COSTLY else op.flops
 
 
-def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray], more: tuple[IntArray, IntArray]) -> FusionMoves:
-    """Returns what the ops move; `known`: homes and bytes of slots."""
-    (homes, sizes), ops = known, columns.slot_ops
+def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray, IntArray], more: tuple[IntArray, IntArray]) -> FusionMoves:
+    """Returns what the ops move; `known`: the homes of ops, the tensors of slots and their bytes."""
+    (homes, values, sizes), ops = known, columns.slot_ops
     written = np.zeros(columns.num_ops, dtype=np.int64)
     np.add.at(written, columns.makers, columns.sizes[columns.made])
     picks = columns.which(PICKING.__contains__)[ops] & columns.is_operand
@@ -110,8 +110,8 @@ def _moves(columns: Columns, fused: BoolArray, known: tuple[IntArray, IntArray],
     in_memory = np.flatnonzero(~fused)
     again, there = operands_again(columns, fused, more)
     moving, at = np.concatenate([in_memory, again]), np.concatenate([places[in_memory], there])
-    _, first = np.unique(ops[at] * (columns.num_values + 1) + columns.slot_values[moving], return_index=True)
-    return FusionMoves(at[first], sizes[moving[first]], columns.slot_values[moving[first]], first >= len(in_memory))
+    _, first = np.unique(ops[at] * (columns.num_values + 1) + values[moving], return_index=True)
+    return FusionMoves(at[first], sizes[moving[first]], values[moving[first]], first >= len(in_memory))
 
 
 def _add_works(found: list[Work | None], mains: IntArray, columns: Columns, moves: tuple[FusionMoves, bool], arithmetic: IntArray) -> None:
@@ -130,15 +130,12 @@ def _add_works(found: list[Work | None], mains: IntArray, columns: Columns, move
         found[op] = known.setdefault(work, work)
 
 
-def _wide_copies(columns: Columns, fused: BoolArray) -> bytes:
-    """Returns 1 for each op that makes a wider copy of a tensor, both of which are in memory, else 0."""
-    first = columns.slot_starts[:-1]
-    ops = np.flatnonzero(columns.which("convert_element_type".__eq__))
-    ops = ops[~fused[first[ops]] & ~fused[first[ops] + 1]]
-    narrow, wide = (columns.item_bytes[columns.slot_values[first[ops] + place]] for place in (0, 1))
-    found = np.zeros(columns.num_ops, dtype=bool)
-    found[ops[(narrow < wide) & (narrow > 0)]] = True
-    return found.tobytes()
+_LONGEST = 64
+"""The most tensors between a comparison and what it is made of that are followed.
+
+Measured on: the gradient of a softmax of capped logits has 16.
+Checked by: tests/machine/xla/test_fusion_work.py
+"""
 
 
 class _ChainStart(NamedTuple):
@@ -169,7 +166,8 @@ class _Homes:
         self._origins: dict[tuple[int, int], _ChainStart] = {}
         self._products = columns.which(MATRIX_PRODUCTS.__contains__).tobytes()
         self._takes_sums = self._products if joins_products else bytes(columns.num_ops)
-        self._widens = _wide_copies(columns, fused) if joins_products else bytes(columns.num_ops)
+        self._widens = wide_copies(columns, fused) if joins_products else bytes(columns.num_ops)
+        self._is_looked_up = looked_up(columns, fused) if joins_products else bytes(columns.num_ops)
         self.leads_on = set[int]()  # ops behind a main op that others compute anew
         self._narrow: dict[int, int] = {}  # by value, the narrower one of which a product writes this copy
         self._after_main_ops(self._ops_after(chained, inside))
@@ -181,7 +179,9 @@ class _Homes:
         ahead: dict[int, int] = {}
         for op in ops.tolist():
             if self._widens[op]:
-                self._join_product(op)
+                self._join_product(op, self._operands[op][0])
+            elif self._is_looked_up[op]:
+                self._join_chain(op)
             elif self._chained[op]:
                 for value in self._operands[op]:
                     if value in ahead and repeats[main[ahead[value]]] == repeats[op]:
@@ -199,13 +199,20 @@ class _Homes:
         behind = np.zeros(columns.num_values + 1, dtype=bool)
         behind[columns.made[inside[columns.makers]]] = True
         follows = np.bincount(columns.readers[behind[columns.read]], minlength=columns.num_ops) > 0
-        follows |= np.frombuffer(self._widens, dtype=bool)
+        follows |= np.frombuffer(self._widens, dtype=bool) | np.frombuffer(self._is_looked_up, dtype=bool)
         others = (inside | columns.which(lambda primitive: primitive.startswith("reduce_"))) & ~columns.which(_APART.__contains__)
         return np.flatnonzero(np.where(chained, follows, others))
 
-    def _join_product(self, op: int) -> None:
-        """Has the product that makes a tensor write a wider copy of it, too."""
-        (narrow,), (wide,) = self._operands[op], self._results[op]
+    def _join_chain(self, op: int) -> None:
+        """Has the product from whose result an op's chain computes what is looked up write that, too, if all else is known before."""
+        (made,) = self._results[op]
+        source, last, _ = self._origin(op, self._elements[made])
+        if source >= 0 and last < self._maker[source] and self._columns.item_bytes[source] < self._columns.item_bytes[made]:
+            self._join_product(op, source)
+
+    def _join_product(self, op: int, narrow: int) -> None:
+        """Has the product that makes a tensor write a wider copy of it, or of what is computed from it alone."""
+        (wide,) = self._results[op]
         maker = self._maker[narrow]
         if maker < 0:
             return
@@ -213,16 +220,16 @@ class _Homes:
         if self._products[self._main[home]] and self._repeats[self._main[home]] == self._repeats[op]:
             self.found[op], self._narrow[wide] = home, narrow
 
-    def read_sizes(self) -> IntArray:
-        """Returns the bytes of each slot's tensor; fusions read the narrower one of what a product writes twice."""
+    def reads(self) -> tuple[IntArray, IntArray]:
+        """Returns the tensor of each slot, and its bytes; fusions read the narrower one of what a product writes twice."""
         columns = self._columns
-        sizes: IntArray = columns.sizes[columns.slot_values]
+        values: IntArray = columns.slot_values.copy()
         if self._narrow:
             fuses = columns.which(lambda primitive: primitive in CHAINED or primitive.startswith(_FUSING))[columns.slot_ops]
-            reads = fuses & columns.is_operand & np.isin(columns.slot_values, list(self._narrow))
-            narrow = [self._narrow[value] for value in columns.slot_values[reads].tolist()]
-            sizes[reads] = columns.sizes[narrow]
-        return np.where(self._for_products()[columns.slot_values], sizes // 2, sizes)
+            reads = fuses & columns.is_operand & np.isin(values, list(self._narrow))
+            values[reads] = [self._narrow[value] for value in values[reads].tolist()]
+        sizes: IntArray = columns.sizes[values]
+        return values, np.where(self._for_products()[columns.slot_values], sizes // 2, sizes)
 
     def _for_products(self) -> BoolArray:
         """Returns for each value whether a product's fusion writes it, and products alone read it, in the precision of their unit."""
@@ -236,8 +243,11 @@ class _Homes:
         found[columns.read[~products[columns.readers]]] = False
         return found
 
-    def with_comparisons(self, fused: BoolArray) -> BoolArray:
-        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then."""
+    def with_comparisons(self, fused: BoolArray, known: tuple[IntArray, IntArray]) -> BoolArray:
+        """Moves what compares indices into the products that alone read it; returns `fused` with what nobody stores then.
+
+        The products read instead, in `known` (`reads`), what it is made of.
+        """
         columns, found, main = self._columns, self.found, self._main
         scatters = np.flatnonzero(comparing_scatters(columns)).tolist()
         if not scatters:
@@ -252,10 +262,29 @@ class _Homes:
             reads = np.flatnonzero(columns.is_operand & (columns.slot_values == columns.slot_values[made]))
             readers = columns.slot_ops[reads].tolist()
             if readers and all(self._products[op] and self._repeats[op] == self._repeats[scatter] for op in readers):
+                instead = self._source_of(int(columns.slot_values[made[0]]), fused)
+                if instead is not None:
+                    known[0][reads], known[1][reads] = instead, columns.sizes[instead]
                 fused[made] = True
                 for op in np.flatnonzero(inside).tolist():
                     found[op] = int(reads[0])
         return fused
+
+    def _source_of(self, made: int, fused: BoolArray) -> int | None:
+        """Returns the one tensor in memory of its size from which a value is computed; None if there are several."""
+        found, seen, left = set[int](), set[int](), [self._maker[made]]
+        while left and len(seen) < _LONGEST:
+            op = left.pop()
+            for place, value in enumerate(self._operands[op]):
+                maker = self._maker[value]
+                if self._elements[value] != self._elements[made] or value in seen:
+                    continue
+                seen.add(value)
+                if maker < 0 or not fused[self._starts[op] + place] or not self._inside[maker]:
+                    found.add(self._narrow.get(value, value))
+                else:
+                    left.append(maker)
+        return found.pop() if len(found) == 1 and not left else None
 
     def _before_main_ops(self, ops: IntArray) -> None:
         """Finds the chains that lead to a main op; one that leads to several belongs to the first."""

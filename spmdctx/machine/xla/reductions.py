@@ -8,12 +8,13 @@ What XLA does: a TPU keeps a block in tiles of 8 by 128 words of 4 bytes, narrow
     yet split: else it reduces them over all axes and slices them.
 Seen in: libtpu 0.0.42, v5e:2x4, v6e:2x4 and v5p:2x2x2: bfloat16 [768, 3072] over 8 devices becomes [96, 3072] by a reduce_scatter and
     [768, 384] by an all_reduce, [3072, 768] both [384, 768] and [3072, 96] by reduce_scatters; float32 [768, 384] by one too,
-    [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a). Over whole slices:
-    reduce_scatters for v5e:2x4, 4x8, 8x16, v6e:2x2 and 4x8, all_reduces for v5e:4x4, 8x8, 16x16, v6e:4x4, 8x8, v5p:2x2x2, 2x2x4, 2x4x4
-    and 4x4x4. Over v5p:2x2x1 it scatters, but combines nothing, and plans with these were no faster.
+    [96, 16, 48] by none. A sum over the batch split by (a, b) is scattered into (a, b), not into (b, a); so is a sum of three such sums,
+    the gradient of a tied table (libtpu 0.0.42.1). Over whole slices: reduce_scatters for v5e:2x4, 4x8, 8x16, v6e:2x2 and 4x8,
+    all_reduces for v5e:4x4, 8x8, 16x16, v6e:4x4, 8x8, v5p:2x2x2, 2x2x4, 2x4x4 and 4x4x4. Over v5p:2x2x1 it scatters, but combines
+    nothing, and plans with these were no faster.
 Switch: `Compiler.scatters_strictly`, `Compiler.scatters_over_all`
 Priced by: machine.collectives, cost.price.reductions, cost.evaluate, search.problem.states, search.problem.space
-Written or prevented by: lowering.rewrite.rewriter
+Written or prevented by: lowering.rewrite.rewriter; search.whatif.axis_order takes the order that is scattered.
 Checked by: tests/machine/xla/test_reductions.py, tests/machine/test_torus.py, tests/machine/test_collectives.py,
     benchmarks/fidelity_plans.py
 """

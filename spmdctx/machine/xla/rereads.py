@@ -22,6 +22,7 @@ import numpy as np
 
 from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
+from spmdctx.ir.primitives import LOOKED_UP
 from spmdctx.machine.xla.fusion import CHAINED
 from spmdctx.machine.xla.memory.on_chip import is_short
 
@@ -116,3 +117,24 @@ def rates_apart(columns: Columns, moves: FusionMoves, rates: FloatArray) -> tupl
         for op, place, rate in zip(ops.tolist(), places.tolist(), rates[which].tolist(), strict=True):
             own.setdefault(op, []).append((place, rate))
     return found
+
+
+def wide_copies(columns: Columns, fused: BoolArray) -> bytes:
+    """Returns 1 for each op that makes a wider copy of a tensor, both of which are in memory, else 0."""
+    first = columns.slot_starts[:-1]
+    ops = np.flatnonzero(columns.which("convert_element_type".__eq__))
+    ops = ops[~fused[first[ops]] & ~fused[first[ops] + 1]]
+    narrow, wide = (columns.item_bytes[columns.slot_values[first[ops] + place]] for place in (0, 1))
+    found = np.zeros(columns.num_ops, dtype=bool)
+    found[ops[(narrow < wide) & (narrow > 0)]] = True
+    return found.tobytes()
+
+
+def looked_up(columns: Columns, fused: BoolArray) -> bytes:
+    """Returns 1 for each element-wise op whose result is in memory and is looked up, else 0."""
+    found = np.zeros(columns.num_ops, dtype=bool)
+    makers = columns.maker_of[columns.read[columns.which(LOOKED_UP.__eq__)[columns.readers]]]
+    makers = makers[makers >= 0]
+    found[makers] = ~fused[columns.slot_starts[makers + 1] - 1]
+    found &= columns.which(CHAINED.__contains__) & (np.bincount(columns.makers, minlength=columns.num_ops) == 1)
+    return found.tobytes()

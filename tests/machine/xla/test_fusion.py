@@ -27,6 +27,36 @@ def test_a_product_hands_its_result_to_its_only_reader():
     assert materialized(program, "exp") == [True]
 
 
+LOW = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("follow", "is_kept"),
+    [
+        (lambda y: (jnp.sin(z := jnp.tanh(y.astype(jnp.float32) * 2)), jnp.cos(z)), True),
+        (lambda y: (jnp.sin(z := jnp.tanh(y * 2)), jnp.cos(z)), False),
+        (lambda y: jnp.sin(jnp.tanh(y.astype(jnp.float32) * 2)), False),
+        (lambda y: jax.nn.softmax(y.astype(jnp.float32) * 2) @ W, False),
+    ],
+    ids=["forks wide", "forks in its precision", "does not fork", "rows of a softmax"],
+)
+def test_a_product_whose_chain_forks_at_a_wider_value_is_kept_itself(follow, is_kept):
+    program = trace(lambda x, w: follow(x @ w), *LOW)
+    assert materialized(program, "dot_general")[0] == is_kept
+    if is_kept:
+        assert materialized(program, "tanh") == [False]
+
+
+def test_a_comparison_whose_ways_meet_again_is_kept_behind_them():
+    def loss(x, w):
+        logits = 30 * jnp.tanh((x @ w).astype(jnp.float32) / 30)
+        return jax.nn.logsumexp(logits, 1).sum() - jnp.take_along_axis(logits, jnp.zeros((32, 1), int), 1).sum()
+
+    program = trace(jax.grad(loss, argnums=(0, 1)), *LOW)
+    assert materialized(program, "mul")[1:] == [False] * (len(ops(program, "mul")) - 1)
+    assert materialized(program, "convert_element_type") == [False, True]
+
+
 def test_what_a_sort_reads_is_in_memory():
     program = trace(lambda x: lax.sort(jnp.exp(jnp.sin(x))).sum(), X)
     assert materialized(program, "exp") == [True]

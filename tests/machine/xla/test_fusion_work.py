@@ -131,6 +131,39 @@ def test_the_gradient_of_logits_is_made_in_the_products_that_read_it(dtype, byte
     assert reads == pytest.approx([bytes_each] * 2, rel=0.01)
 
 
+CHANGED = {
+    "scaled": lambda y: 0.7 * y.astype(jnp.float32),
+    "biased": lambda y: y.astype(jnp.float32) + jnp.arange(512.0),
+    "capped": lambda y: 30 * jnp.tanh(y.astype(jnp.float32) / 30),
+    "capped in low precision": lambda y: 30 * jnp.tanh(y / 30),
+    "padded": lambda y: jnp.where(jnp.arange(512) < 500, y.astype(jnp.float32), -1e9),
+    "capped and padded": lambda y: jnp.where(jnp.arange(512) < 500, 30 * jnp.tanh(y.astype(jnp.float32) / 30), -1e9),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_what_is_made_of_logits_is_written_by_their_product_and_read_narrow(change):
+    def step(x, w):
+        logits = change(x @ w).astype(jnp.float32)
+        return (jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, LABELS[:, None], -1)[:, 0]).sum()
+
+    program = trace(jax.value_and_grad(step, (0, 1)), X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    made, *gradients = ops(program, "dot_general")
+    assert made.work.moved[2] == pytest.approx(NARROW + WIDE, rel=0.01)
+    assert ops(program, "reduce_sum")[0].work.moved[0] == pytest.approx(NARROW, rel=0.01)
+    assert is_inside(ops(program, "scatter-add")[0])
+    assert all(max(dot.work.moved[:2]) <= 1.02 * NARROW for dot in gradients)
+
+
+def test_a_part_of_a_split_that_is_looked_up_is_not_written_by_the_product():
+    def step(x, w):
+        first, second = jnp.split((x @ w).astype(jnp.float32), 2, 1)
+        return first[LABELS], second
+
+    program = trace(step, X.astype(jnp.bfloat16), W.astype(jnp.bfloat16))
+    assert not is_inside(ops(program, "split")[0]) or ops(program, "dot_general")[0].work.moved[2] == 2 * WIDE
+
+
 def test_a_gradient_of_logits_that_others_read_too_is_written():
     def step(x, w):
         logits = x @ w
