@@ -50,9 +50,8 @@ MORE_WORK = 2e8
 """Additions of all further rounds at effort 0; each effort may take four times as many as the one before."""
 WORTH_SWEEPS = 0.02
 """Share of the gap by which a further round must raise the bound to go on."""
-TRIPLES_WORK = 15_000_000
-MAX_TRIPLES = 10_000_000
-"""Limit on the entries of the triples that are added at one time."""
+TRIPLES_WORK, MAX_TRIPLES = 15_000_000, 10_000_000
+"""Limits on the work on triples at effort 0, and on the entries of those that are added at one time."""
 PASSES = 5
 FIRST_SHARE = 4e-5
 """Distance from the bound, as a share of the gap, up to which a state looks as good as the best.
@@ -240,8 +239,6 @@ class _Shells:
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
         enough = self.search.enough
-        if self.search.has_momentum or dual.is_slow:
-            dual.gain_momentum()
         parts = (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(enough) else dual.parts(num_sweeps)
         enough = min(enough, self.search.cutoff if self.search.cutoff > -np.inf else np.inf)
         for part in parts:
@@ -250,6 +247,9 @@ class _Shells:
             bound = dual.bound()
             if bound.value + self.core.base >= enough:
                 break
+            if self.search.has_momentum or dual.is_slow:
+                # Not before: some bounds end in the first few sweeps, and of equal states these choose the same ones.
+                dual.gain_momentum()
         self._raise(bound.value + self.core.base)
         states = dual.decode()
         self._offer(Minimum(states, descend(self.core, states) + self.core.base, 0.0))
