@@ -86,7 +86,7 @@ class MeshSearch:
             if alike is not None and alike.solution is not None and _is_beaten(alike.solution, cutoff, known_s):
                 self._unsolved[setup.mesh] = _Unsolved(cutoff, alike)
                 return Beaten(alike.solution.lower_bound)
-            found = self._fastest_of_merged(setup, known_s) if alike is None else self._as_in_any_order(setup, alike, cutoff)
+            found = self._fastest_of_merged(setup, known_s) if alike is None else self._as_in_any_order(setup, alike, known_s)
             if found is not None:
                 return found
             begun = self._begin(setup, alike)
@@ -142,19 +142,23 @@ class MeshSearch:
         self._starts[setup.mesh] = states
         return self.formulation.plan_of(setup, tables, found._replace(states=states, lower_bound=found.cost))
 
-    def _as_in_any_order(self, setup: Setup, alike: _Begun, cutoff: float) -> Found | None:
+    def _as_in_any_order(self, setup: Setup, alike: _Begun, known_s: float) -> Found | Beaten | None:
         """Returns the plan of several orders of a mesh's axes, if it costs as little on this one.
 
-        It must be the cheapest, or the bound must reach the cutoff: a search of this mesh alone would end there, too.
+        It must be the cheapest, or the bound must reach the cutoff: a search of this mesh alone would end there, too. Where it reaches the
+        cutoff and that plan is not below `known_s` on this mesh, the mesh is beaten.
         """
-        joint = alike.solution
+        joint, cutoff = alike.solution, self.cutoff(setup.mesh, known_s)
         if joint is None or joint.lower_bound < min(joint.cost, cutoff):
             return None
         tables, problem = self._problem(setup)
         states = tuple([int(own[state]) for own, state in zip(resembling(alike.tables, tables), joint.states, strict=True)])
         cost = cost_of(problem.costs, problem.edges, states) if min(states) >= 0 else math.inf
         if cost > joint.cost * (1 + SAME_COST):
-            return None
+            if joint.lower_bound < cutoff or cost < known_s * (1 - SAME_COST):
+                return None
+            self._unsolved[setup.mesh] = _Unsolved(cutoff, alike)
+            return Beaten(joint.lower_bound)
         self._starts[setup.mesh] = states
         self._keep(setup.mesh, tables, problem)
         # The cost is summed in another order than the bound; a proven optimum stays proven.

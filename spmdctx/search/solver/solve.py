@@ -64,6 +64,7 @@ def solve(
             return HOPELESS
         rows = None if problem.memory is None else Rows(problem.memory, graph.origin)
         if rows is None or not len(rows.times):
+            search.has_momentum = True
             found: Minimum | Infeasible | None = minimise(graph, search)
         elif shrink(graph, search, rows):
             # Prices are minima of other costs, to which the cutoff does not apply.
@@ -106,7 +107,7 @@ class Sought:
         is_reused: bool = False,
     ) -> None:
         self.problem = problem
-        self._search = replace(_search(effort, tolerance, float("inf"), None), keeps_states=is_reused)
+        self._search = replace(_search(effort, tolerance, float("inf"), None), keeps_states=is_reused, has_momentum=True)
         self._graph = CostGraph.of(problem.costs, problem.edges, Pool())
         before = None if alike is None else alike._minimisation
         dual = None if before is None else before.dual

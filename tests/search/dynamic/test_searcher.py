@@ -16,7 +16,7 @@ from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Schedule, unsettled
 from spmdctx.search.dynamic.mesh_search import MeshSearch
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Shortfall
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import candidate_meshes
@@ -452,8 +452,8 @@ def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first,
 
     of_joint, plans = MeshSearch._as_in_any_order, []
 
-    def as_in_any_order(self, setup, alike, cutoff):
-        plans.append((setup.mesh, cutoff, of_joint(self, setup, alike, cutoff)))
+    def as_in_any_order(self, setup, alike, known_s):
+        plans.append((setup.mesh, known_s, of_joint(self, setup, alike, known_s)))
         return plans[-1][-1]
 
     monkeypatch.setattr(MeshSearch, "bound_in_any_order", bound_in_any_order)
@@ -469,8 +469,11 @@ def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first,
         for meshes, bound in bounds[tried:]:
             assert len(meshes) == 2
             assert bound is None or all(bound <= costs_s[mesh] * (1 + 1e-9) for mesh in meshes)
-        for mesh, cutoff, plan in plans[taken:]:
-            if plan is not None:
-                assert plan.lower_bound_s * (1 - 2e-9) <= costs_s[mesh] <= plan.cost_s * (1 + 2e-9)
-                assert plan.cost_s == plan.lower_bound_s or plan.lower_bound_s >= cutoff
+        for mesh, known_s, result in plans[taken:]:
+            if isinstance(result, Found):
+                assert costs_s[mesh] <= result.cost_s * (1 + 2e-9)
+                assert result.cost_s == result.lower_bound_s or result.lower_bound_s >= known_s * (1 - 2 * share)
+            elif result is not None:
+                assert costs_s[mesh] >= known_s * (1 - 2 * share)
+            assert result is None or result.lower_bound_s * (1 - 2e-9) <= costs_s[mesh]
     assert any(bound is not None for _, bound in bounds)

@@ -16,10 +16,12 @@ from spmdctx.search.solver.unlimited.batches import BATCH_WORK, Batch, Link, Pla
 CHUNK = 1 << 20
 MAX_NUMBERED = 1000
 """The most nodes that send in the order of their numbers, which takes the fewest sweeps."""
-LEAP_SWEEPS, LEAP = 12, 2.0
-"""Sweeps from one leap to the next, and its length as a multiple of what the second half of them changed."""
-WORTH_LEAP = 0.05
-"""Share of the gap by which the bound must rise from one leap to the next."""
+MOMENTUM, DELAY = 0.9, 3
+"""The most of its last change that a message goes on to change, and a number of sweeps: the more, the slower messages get there."""
+CHECKED, SAME, LESS = 8, 1e-9, 0.7
+"""Sweeps after which the bound is looked at, the share by which it may fall, and the share of momentum that a step back leaves."""
+CALM = 3
+"""Sweeps without momentum before others see the messages: from these, states are chosen better."""
 PART_SWEEPS, MUCH_WORK = 20, 4e6
 """Sweeps after which a look at the bound is worth it, and the additions of one sweep from which it is."""
 
@@ -36,9 +38,9 @@ class Dual:
 
     Each state's own cost must be finite, and every state must have a finite entry with each neighbour.
 
-    Once it `may_leap`, the messages go on in the direction in which they changed, which takes about half as
-    many sweeps. Where a leap leads nowhere, they return to where they were, and leap no more. It `is_slow` if a sweep takes so long that
-    looks at the bound and leaps are worth it from the start.
+    Messages that `gain_momentum` go on in the direction in which they changed (Nesterov, 1983), which takes a quarter of the sweeps. Where
+    the bound falls, they return to where it was highest, and start anew with less momentum. It `is_slow` if a sweep takes so long that
+    looks at the bound and momentum are worth it from the start.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
@@ -47,9 +49,9 @@ class Dual:
         If the graph is that of `before` with only the states `kept`, it starts from the messages of `before`.
         """
         self._graph = graph
-        self._worth_a_leap = self._risen_to = math.inf
+        self._momentum: float | None = None
         self._sweeps, self._earlier = 0, np.zeros(0)
-        self._leapt_from: tuple[FloatArray, float] | None = None
+        self._highest: tuple[FloatArray, float] | None = None
         self.nodes = _ordered(graph)
         self._rank = rank = {node: rank for rank, node in enumerate(self.nodes)}
         self._edges = [(node, other) for node in self.nodes for other in sorted(graph.links[node]) if rank[node] < rank[other]]
@@ -136,48 +138,50 @@ class Dual:
 
     def sweep(self, num_sweeps: int, expired: Callable[[], bool]) -> None:
         """Sends messages along all edges forward and backward, `num_sweeps` times; the bound does not fall."""
-        for _ in range(num_sweeps):
-            if self._worth_a_leap < math.inf:
-                self._leap()
+        for left in range(num_sweeps, 0, -1):
+            if self._momentum is not None:
+                self._go_on(is_calm=left <= CALM)
             for batches in (self._forward, self._backward):
                 if expired():
                     return
                 self._graph.pool.allowance.charge(self._work)
-                totals = self._totals()
+                if self._momentum is None or batches is self._forward:
+                    totals = self._totals()
                 for batch in batches:
                     if isinstance(batch, Single):
                         self._send_one(batch, totals)
                     else:
                         self._send(batch, totals)
 
-    def may_leap(self, spare: float) -> None:
-        """Lets messages leap from now on as long as the bound rises fast beside what is spare between it and the cost."""
-        self._worth_a_leap = WORTH_LEAP * spare
+    def gain_momentum(self) -> None:
+        """Lets messages go on as they changed, from now on."""
+        if self._momentum is None:
+            self._momentum = MOMENTUM
 
     def parts(self, num_sweeps: int) -> tuple[int, ...]:
         """Divides sweeps by the times at which a look at the bound is worth it."""
         every = PART_SWEEPS if self.is_slow else num_sweeps
         return tuple([min(every, num_sweeps - done) for done in range(0, num_sweeps, every)])
 
-    def _leap(self) -> None:
-        """Counts a sweep that is about to start, and leaps before every so many; no more after a leap that led nowhere."""
-        place = self._sweeps % LEAP_SWEEPS
-        if place == LEAP_SWEEPS // 2:
-            self._earlier = self._messages.copy()
-        elif place == 0:
-            value = self.value()
-            if not self._turns_back(value):
-                if value - self._risen_to >= self._worth_a_leap:
-                    self._leapt_from = self._messages.copy(), value
-                    self._messages += LEAP * (self._messages - self._earlier)
-                self._risen_to = value
+    def _go_on(self, *, is_calm: bool) -> None:
+        """Changes the messages before a sweep as the last ones did, more so with every sweep."""
+        if self._sweeps and self._sweeps % CHECKED == 0:
+            self._turns_back(self.value())
+        present = self._messages.copy()
+        if self._sweeps and self._momentum is not None and not is_calm:
+            self._messages += min(self._momentum, self._sweeps / (self._sweeps + DELAY)) * (present - self._earlier)
+        self._earlier = present
         self._sweeps += 1
 
     def _turns_back(self, value: float) -> bool:
-        """Returns to the messages before the last leap if the bound, whose value is given, was higher there."""
-        if self._leapt_from is None or value >= self._leapt_from[1]:
+        """Returns to the messages of the highest bound if that of the present ones, whose value is given, is lower."""
+        if self._momentum is None:
             return False
-        self._messages, self._leapt_from, self._worth_a_leap = self._leapt_from[0], None, math.inf
+        if self._highest is None or value >= self._highest[1] - SAME * abs(value):
+            self._highest = self._messages.copy(), value
+            return False
+        self._messages, self._sweeps = self._highest[0].copy(), 0
+        self._momentum *= LESS
         return True
 
     def _send_one(self, edge: Single, totals: FloatArray) -> None:
@@ -240,7 +244,7 @@ class Dual:
         return found
 
     def bound(self) -> Bound:
-        """Returns the bound of the present messages, after a look back at the last leap."""
+        """Returns the bound of the present messages; of those of the highest bound, if messages have momentum."""
         self._graph.pool.allowance.charge(2 * self._work if self.nodes else 0)
         found = self._bound()
         return self._bound() if self._turns_back(found.value) else found

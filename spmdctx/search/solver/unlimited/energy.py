@@ -28,12 +28,11 @@ WORK = 1_000_000_000
 EQUAL = 1e-9
 """Relative distance from the cost up to which a bound equals it except for rounding."""
 THOROUGH = 3
-"""Effort from which states are compared for dominance without memory (with memory from 1 on).
-
-On problems of a planner's size the comparison takes longer than it saves.
-"""
+"""Effort from which dominated states go without memory (with memory from 1 on). On a planner's problems this takes longer than it saves."""
 SHELL_WORK = 30_000_000
 MAX_SHELLS = 8
+FIRST_WORK, NARROWINGS = 2_000_000, 4
+"""Additions up to which the first shell is quickly solved, and the times that it is made narrower for that."""
 _WORTH = 0.7
 """A core is made anew if it keeps at most this share of its states."""
 _NEAR = 8
@@ -51,9 +50,8 @@ MORE_WORK = 2e8
 """Additions of all further rounds at effort 0; each effort may take four times as many as the one before."""
 WORTH_SWEEPS = 0.02
 """Share of the gap by which a further round must raise the bound to go on."""
-TRIPLES_WORK = 15_000_000
-MAX_TRIPLES = 10_000_000
-"""Limit on the entries of the triples that are added at one time."""
+TRIPLES_WORK, MAX_TRIPLES = 15_000_000, 10_000_000
+"""Limits on the work on triples at effort 0, and on the entries of those that are added at one time."""
 PASSES = 5
 FIRST_SHARE = 4e-5
 """Distance from the bound, as a share of the gap, up to which a state looks as good as the best.
@@ -81,8 +79,8 @@ class SolverRun:
     """The limits, memo and counts that all solves of one problem share.
 
     `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
-    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless;
-    a bound is `enough` that makes more sweeps pointless.
+    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless,
+    `has_momentum` that they gain momentum; a bound is `enough` that makes more sweeps pointless.
     """
 
     effort: int = 2
@@ -96,6 +94,7 @@ class SolverRun:
     counts: dict[str, int] = field(default_factory=dict)
     keeps_states: bool = False
     enough: float = np.inf
+    has_momentum: bool = False
 
     def expired(self) -> bool:
         """Returns whether the time is over."""
@@ -239,9 +238,7 @@ class _Shells:
         return not ((self._is_near() and self._closed(bound)) or self.search.expired())
 
     def _swept(self, dual: Dual, num_sweeps: int) -> Bound:
-        before, enough = self._of_messages, self.search.enough
-        if dual.is_slow:
-            dual.may_leap(0.0 if before is None else self._spare(before))
+        enough = self.search.enough
         parts = (FEW_SWEEPS, num_sweeps - FEW_SWEEPS) if np.isfinite(enough) else dual.parts(num_sweeps)
         enough = min(enough, self.search.cutoff if self.search.cutoff > -np.inf else np.inf)
         for part in parts:
@@ -250,6 +247,9 @@ class _Shells:
             bound = dual.bound()
             if bound.value + self.core.base >= enough:
                 break
+            if self.search.has_momentum or dual.is_slow:
+                # Not before: some bounds end in the first few sweeps, and of equal states these choose the same ones.
+                dual.gain_momentum()
         self._raise(bound.value + self.core.base)
         states = dual.decode()
         self._offer(Minimum(states, descend(self.core, states) + self.core.base, 0.0))
@@ -353,18 +353,19 @@ class _Shells:
     def _closed(self, bound: Bound) -> bool:
         """Solves shells of the bound, and returns whether the search is done.
 
-        A shell is as wide as the gap if that can be solved. Else it is narrower, and gives better states and a better bound.
+        A shell is as wide as the gap if that can be solved. Else it is narrower, and gives better states and a better bound. The first is
+        solved quickly, as its states often make the gap much smaller.
         """
-        delta = max(1.0, abs(bound.value))
-        if self.best is not None:
-            # Choices that cost more than the caller's are useless.
-            delta = min(self._gap(), self.search.cutoff - self.core.base - bound.value)
-        too_wide = np.inf
+        # Choices that cost more than the caller's are useless.
+        delta = max(1.0, abs(bound.value)) if self.best is None else self._spare(bound)
+        narrower = [delta / 4**times for times in range(NARROWINGS + 1)]
+        delta = next((own for own in narrower[:-1] if self._is_narrow(self._near(bound, own), FIRST_WORK)), narrower[-1])
+        too_wide, solved = np.inf, 0.0
         for _ in range(MAX_SHELLS):
-            if self.search.expired():
+            if self.search.expired() or delta <= solved:
                 break
             kept = self._near(bound, delta)
-            narrow = self._may_be_narrow(kept)
+            narrow = self._is_narrow(kept, _LOOSE * SHELL_WORK)
             shell = self._shell(kept) if narrow else None
             found = None if shell is None else _eliminated(shell, self.search, SHELL_WORK)
             if found is None and (shell is not None or not narrow):
@@ -376,7 +377,7 @@ class _Shells:
             # Everything outside the shell costs more than bound + delta.
             inside = np.inf if found is None else found.cost
             self._raise(min(inside, self.core.base + bound.value + delta))
-            delta = min(self._gap(), 4 * delta)
+            solved, delta = delta, min(self._spare(bound), 4 * delta)
             if self._is_done() or delta >= too_wide:
                 break
         return self._is_done()
@@ -386,9 +387,9 @@ class _Shells:
         most = bound.value + delta + 1e-12 * abs(bound.value)
         return {node: np.flatnonzero(beliefs <= most) for node, beliefs in bound.beliefs.items()}
 
-    def _may_be_narrow(self, kept: dict[int, IntArray]) -> bool:
-        """Returns whether elimination among these states may be cheap enough for a closer look."""
-        return order(self.core, _LOOSE * MAX_TABLE, _LOOSE * SHELL_WORK, {node: len(states) for node, states in kept.items()}) is not None
+    def _is_narrow(self, kept: dict[int, IntArray], work: int) -> bool:
+        """Returns whether elimination among these states takes at most so many additions."""
+        return order(self.core, _LOOSE * MAX_TABLE, work, {node: len(states) for node, states in kept.items()}) is not None
 
     def _shell(self, kept: dict[int, IntArray]) -> CostGraph | None:
         """Returns the graph with only the states `kept`; None if nothing finite is left."""

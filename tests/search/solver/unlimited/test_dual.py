@@ -25,7 +25,7 @@ def grid(side, num_states, seed):
     return Problem(costs, tuple(edges))
 
 
-@pytest.mark.parametrize(("by_colour", "num_sweeps"), [(False, 2), (True, 2), (False, 20)])
+@pytest.mark.parametrize(("by_colour", "num_sweeps"), [(False, 2), (True, 2), (False, 30)])
 @pytest.mark.parametrize("seed", range(40))
 def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, num_sweeps, monkeypatch):
     monkeypatch.setattr(dual_module, "MAX_NUMBERED", 0 if by_colour else 1000)
@@ -35,8 +35,7 @@ def test_bounds_and_beliefs_never_exceed_the_truth(seed, by_colour, num_sweeps, 
     if not supported(graph) or np.isinf(true.cost):
         return
     dual = Dual(graph)
-    # Leaps start after more sweeps than two.
-    dual.may_leap(-1.0)
+    dual.gain_momentum()
     last = -np.inf
     for _ in range(3):
         dual.sweep(num_sweeps, lambda: False)
@@ -56,20 +55,37 @@ def test_a_tree_has_no_gap():
     assert dual.bound().value == pytest.approx(cost_of([graph.costs(node) for node in range(20)], edges, states), abs=1e-9)
 
 
-def bound_after(problem, num_sweeps, *, leaps=False):
+def bound_after(problem, num_sweeps, *, has_momentum=False):
     dual = Dual(CostGraph.of(problem.costs, problem.edges, Pool()))
-    if leaps:
-        dual.may_leap(0.0)
+    if has_momentum:
+        dual.gain_momentum()
     dual.sweep(num_sweeps, lambda: False)
     return dual.bound().value
 
 
-def test_leaps_save_sweeps_on_long_rings():
-    """Messages of a ring change slowly, and always in one direction."""
+def long_ring():
+    """A ring whose messages change slowly, and always in one direction."""
     random = np.random.default_rng(3)
     costs = tuple(random.random(4) for _ in range(30))
-    problem = Problem(costs, tuple(Edge(node, (node + step) % 30, random.random((4, 4))) for node in range(30) for step in (1, 7)))
-    assert bound_after(problem, 30, leaps=True) > bound_after(problem, 45)
+    return Problem(costs, tuple(Edge(node, (node + step) % 30, random.random((4, 4))) for node in range(30) for step in (1, 7)))
+
+
+def test_momentum_saves_sweeps_on_long_rings():
+    assert bound_after(long_ring(), 30, has_momentum=True) > bound_after(long_ring(), 60)
+
+
+def test_messages_return_to_the_highest_bound_where_momentum_is_too_much(monkeypatch):
+    monkeypatch.setattr(dual_module, "MOMENTUM", 3.0)
+    monkeypatch.setattr(dual_module, "DELAY", 0)
+    monkeypatch.setattr(dual_module, "CALM", 0)
+    dual = Dual(CostGraph.of((problem := long_ring()).costs, problem.edges, Pool()))
+    dual.gain_momentum()
+    bounds = []
+    for _ in range(20):
+        dual.sweep(5, lambda: False)
+        bounds.append(dual.bound().value)
+    assert bounds == sorted(bounds)
+    assert bounds[-1] > bound_after(problem, 5)
 
 
 def test_edges_of_one_large_table_get_the_same_messages_at_once_and_one_by_one(monkeypatch):
