@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.judge import Judgement, judge_text
-from benchmarks.judge_compile import compile_program, key_of
+from benchmarks.judge_compile import compile_gpu, compile_program, key_of
 from benchmarks.judge_links import H100_HOSTS, Hosts, Slice, slice_of
 from spmdctx.context.layers import current_context
 from spmdctx.lowering.compile import JitOptions
@@ -162,17 +162,10 @@ def judged(lower: Lower, machine: Machine, folder: Path, scratch: Path, *, codeg
     if place.exists():
         text, peak = json.loads(place.read_text())
     else:
-        text, peak = _compiled(lowered) if machine.is_gpu else compile_program(lowered, scratch / "dump", codegen=codegen)
+        text, peak = compile_gpu(lowered) if machine.is_gpu else compile_program(lowered, scratch / "dump", codegen=codegen)
         folder.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps([text, peak]))
     return judge_text(text, machine.links(devices), peak)
-
-
-def _compiled(lowered: jax.stages.Lowered) -> tuple[str, int]:
-    made = lowered.compile()
-    stats: Any = made.memory_analysis()
-    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    return made.as_text() or "", peak
 
 
 def step_s(pipeline: PlannedPipeline, seconds: Mapping[str, float], topology: Topology, schedule: Schedule | None = None) -> float:
