@@ -96,8 +96,8 @@ def reserved_bytes(compiled: jax.stages.Compiled) -> tuple[int, int, int, int] |
         return None
     sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes)
     temporaries = stats.temp_size_in_bytes
-    # libtpu 0.0.42 counts holes of the heap twice in temporaries, what loops carry too, and no holes in the peak. What remains here is
-    # exact in programs without loops, and at most a sixth too large in others (benchmarks/RESULTS.md). The peak is no use on CPU.
+    # The compiler for TPU counts holes of the heap twice in temporaries, with what loops carry, and leaves them out of the peak. What
+    # remains is exact without loops, and up to a sixth too large with them (benchmarks/RESULTS.md). The peak is of no use on CPU.
     holes = sizes[0] + sizes[1] - sizes[2] + temporaries - stats.peak_memory_in_bytes
     return *sizes, temporaries - max(0, holes) // 2 if _platform(compiled) == "tpu" else temporaries
 
