@@ -77,25 +77,27 @@ Lower = Callable[[Sequence[Any]], jax.stages.Lowered]
 """Lowers a program for the devices of a stage."""
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
+    """A program of a pipeline: its plan, the states that were chosen for it, and what lowers it."""
+
     plan: Any
     assignment: Any
     lower: Lower
 
 
-def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
+def programs_of(pipeline: PlannedPipeline) -> dict[str, Program]:
     """Every program of a planned pipeline by its name; what divides the batch and joins results is left out."""
     found = {}
     for chunk in pipeline.planned:
         for kind, task in chunk.tasks.items():
-            found[task.name] = _Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
+            found[task.name] = Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
     for task in pipeline.reductions.values():
         plan = task.planned
-        found[task.name] = _Program(
+        found[task.name] = Program(
             plan.plan, plan.assignment, lowers(plan, task.program.jaxpr.in_avals, JitOptions(name=f"pipeline_{task.name}"))
         )
     for one in (one for programs in pipeline.rounds for one in programs):
-        found[one.name] = _Program(one.planned.plan, one.planned.assignment, _after_lower(one))
+        found[one.name] = Program(one.planned.plan, one.planned.assignment, _after_lower(one))
     return found
 
 

@@ -25,8 +25,9 @@ import optax
 
 import spmdctx
 from benchmarks.judge_compile import _digest, _versions, compile_program
-from benchmarks.pipeline_judge import Lower, programs_of
+from benchmarks.pipeline_judge import Program, programs_of
 from benchmarks.stage_models import How, Model, Text, bert, diffusion, gemma, llama, mixer, opt, retention
+from benchmarks.stage_others import mixture, phi, qwen, recurrence, translation, vision
 from spmdctx.audit import peak_bytes
 from spmdctx.lowering.compile_only import gpu_devices, tpu_devices
 
@@ -70,6 +71,23 @@ CASES: dict[str, Case] = {
     "retention v5e": Case(lambda: retention(Text(12, 1536, 12, 6144, 32, 1024, 50304), How()), "tpu-v5e", 8, 4, 8),
     "retention remat": Case(lambda: retention(Text(8, 2560, 20, 10240, 32, 2048, 50304), REMAT), "tpu-v5p", 2, 2, 4),
 }
+OTHERS: dict[str, Case] = {
+    "phi v5p": Case(lambda: phi(Text(12, 2560, 32, 10240, 32, 1024, 51200), How()), "tpu-v5p", 4, 2, 4),
+    "phi remat v6e": Case(lambda: phi(Text(16, 2048, 32, 8192, 64, 1024, 51200), REMAT), "tpu-v6e", 8, 4, 8),
+    "phi h100": Case(lambda: phi(Text(12, 2560, 32, 10240, 16, 1024, 51200), How()), "h100", 8, 4, 4),
+    "qwen remat v5p": Case(lambda: qwen(Text(14, 3584, 28, 9472, 16, 2048, 65536), REMAT, groups=4), "tpu-v5p", 4, 2, 4),
+    "qwen dots v5e": Case(lambda: qwen(Text(12, 1536, 12, 8960, 64, 1024, 65536), DOTS, groups=2), "tpu-v5e", 8, 4, 8),
+    "qwen remat h100": Case(lambda: qwen(Text(14, 3584, 28, 9472, 32, 2048, 65536), REMAT, groups=4), "h100", 8, 4, 8),
+    "mixture v5p": Case(lambda: mixture(Text(8, 2048, 16, 8192, 32, 512), How(), experts=8, room=96), "tpu-v5p", 4, 2, 4),
+    "mixture remat v5e": Case(lambda: mixture(Text(8, 1024, 16, 4096, 64, 512), REMAT, experts=8, room=96), "tpu-v5e", 8, 4, 8),
+    "vision f32 v5p": Case(lambda: vision(Text(16, 1152, 16, 4608, 256, 256, dtype="float32"), How()), "tpu-v5p", 4, 2, 8),
+    "vision remat v5e": Case(lambda: vision(Text(20, 1408, 16, 6144, 256, 256), REMAT), "tpu-v5e", 8, 4, 4, adamw=False),
+    "vision h100": Case(lambda: vision(Text(16, 1408, 16, 6144, 256, 256), How()), "h100", 8, 2, 4),
+    "translation v5p": Case(lambda: translation(Text(8, 1536, 24, 4096, 64, 512), How()), "tpu-v5p", 4, 2, 4),
+    "translation remat v6e": Case(lambda: translation(Text(8, 1536, 24, 4096, 128, 512), REMAT), "tpu-v6e", 8, 4, 8),
+    "recurrence v5e": Case(lambda: recurrence(Text(10, 1536, 1, 4608, 32, 1024), REMAT), "tpu-v5e", 8, 2, 4),
+}
+"""Written after the rules of memory were made."""
 
 
 class Row(NamedTuple):
@@ -126,40 +144,39 @@ def rows_of(case: Case, folder: Path) -> Iterator[Row]:
         for name, live in stage.live_bytes.items():
             own = programs[name]
             if id(own.assignment) not in beside:
-                beside[id(own.assignment)] = compiled_apart(own.lower, case, own.plan.cost.memory_bytes, folder)
+                beside[id(own.assignment)] = compiled_apart(own, case.machine, folder)
             found[name] = live + beside[id(own.assignment)]
         most = max(found, key=found.__getitem__)
         yield Row(stage.memory_bytes, found[most], most)
 
 
-def compiled_apart(lower: Lower, case: Case, planned: int, folder: Path) -> int:
+def compiled_apart(program: Program, machine: str, folder: Path) -> int:
     """Bytes that the compiler reserves beside a program's operands, found in a process of its own."""
     with tempfile.TemporaryDirectory() as scratch:
         result = Path(scratch) / "result"
         worker = os.fork()
         if not worker:
-            code = 1
             try:
-                result.write_text(str(_beside(lower, case, planned, folder, Path(scratch))))
-                code = 0
+                result.write_text(str(_beside(program, machine, folder, Path(scratch))))
             except Exception as error:  # the parent says which program failed
                 print(f"{type(error).__name__}: {error}"[:400], file=sys.stderr)
             finally:
                 # Without code the compiler's thread is still at work.
-                os._exit(code)
+                os._exit(0)
         os.waitpid(worker, 0)
         return int(result.read_text())
 
 
-def _beside(lower: Lower, case: Case, planned: int, folder: Path, scratch: Path) -> int:
-    topology = TOPOLOGIES[case.machine]
-    num = case.devices // case.stages
-    lowered = lower(gpu_devices(num) if topology == "h100" else tpu_devices(topology)[:num])
+def _beside(program: Program, machine: str, folder: Path, scratch: Path) -> int:
+    topology, plan = TOPOLOGIES[machine], program.plan
+    num = plan.logical_mesh.num_devices
+    lowered = program.lower(gpu_devices(num) if machine == "h100" else tpu_devices(topology)[:num])
     # The planned peak limits TPU's scheduler.
-    place = folder / f"stage-{_digest(json.dumps([lowered.as_text(), topology, planned, _versions(topology)]))}.json"
+    key = [lowered.as_text(), topology, plan.cost.memory_bytes, _versions(topology)]
+    place = folder / f"stage-{_digest(json.dumps(key))}.json"
     if place.exists():
         return int(json.loads(place.read_text()))
-    if topology == "h100":
+    if machine == "h100":
         compiled = lowered.compile()
         peak, operands = peak_bytes(compiled), compiled.memory_analysis().argument_size_in_bytes
     else:
@@ -179,7 +196,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER")
     chosen = parser.parse_args()
     ratios: list[float] = []
-    for name, case in CASES.items():
+    for name, case in (CASES | OTHERS).items():
         if not re.search(chosen.pattern, name):
             continue
         own = case._replace(machine=chosen.machine or case.machine)
