@@ -119,8 +119,9 @@ def _step(fn: Callable[..., Any], devices: list[Any], **options: Any) -> Any:
 
 def _assigned(step: Any, shapes: tuple[Any, ...]) -> int:
     """Bytes that the compiler assigned to a step."""
-    found = step.lower(*shapes).compile().memory_analysis()
-    return int(found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes + found.temp_size_in_bytes)
+    from spmdctx.audit import peak_bytes
+
+    return peak_bytes(step.lower(*shapes).compile())
 
 
 def _called(step: Callable[..., Any], state: Any, batch: list[Any]) -> Any:

@@ -76,11 +76,9 @@ class Judgement:
 
 def judge(compiled: jax.stages.Compiled, topology: str, devices: Sequence[object]) -> Judgement:
     """Judges a program compiled for `devices` (in the order of its mesh) of a slice such as "v5p:2x2x2"."""
-    stats = compiled.memory_analysis()
-    peak = 0
-    if stats is not None:
-        peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    return judge_text(compiled.as_text() or "", slice_of(topology, devices), peak)
+    from spmdctx.audit import peak_bytes
+
+    return judge_text(compiled.as_text() or "", slice_of(topology, devices), peak_bytes(compiled))
 
 
 def judge_text(hlo_text: str, chips: Slice | Hosts, peak_bytes: int = 0) -> Judgement:

@@ -226,15 +226,15 @@ def compile_program(lowered: jax.stages.Lowered, dump: Path, *, codegen: bool) -
 
 def compile_gpu(lowered: jax.stages.Lowered) -> tuple[str, int]:
     """The same for GPUs; a product that Triton's part of the compiler gives up on without a GPU is left to cuBLAS."""
+    from spmdctx.audit import peak_bytes
+
     try:
         made = lowered.compile()
     except Exception as error:  # the compiler's own type differs between versions
         if "tile sizes" not in str(error):
             raise
         made = lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
-    stats: Any = made.memory_analysis()
-    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    return made.as_text() or "", peak
+    return made.as_text() or "", peak_bytes(made)
 
 
 def _is_scheduled(dump: Path) -> bool:

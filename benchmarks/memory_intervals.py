@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.judge_compile import RESULT, Built, Job, _digest, _versions, _workers, compile_program, judge_parser
+from benchmarks.judge_compile import RESULT, Built, Job, _digest, _versions, _workers, compile_gpu, compile_program, judge_parser
 
 MODULE = "benchmarks.memory_intervals"
 MACHINES = {"v5e:2x4": "tpu-v5e", "h100": "h100", "v5p:2x2x2": "tpu-v5p", "v6e:2x4": "tpu-v6e"}
@@ -155,17 +155,10 @@ def _judged(job: Job, scratch: Path, folder: Path) -> dict[str, Any]:
         compiled = json.loads(gzip.decompress(place.read_bytes()))["peak"]
     else:
         hlo, compiled = (
-            _gpu_peak(built.lowered) if job["machine"] == "h100" else compile_program(built.lowered, scratch / "dump", codegen=False)
+            compile_gpu(built.lowered) if job["machine"] == "h100" else compile_program(built.lowered, scratch / "dump", codegen=False)
         )
         place.write_bytes(gzip.compress(json.dumps({"peak": compiled, "hlo": hlo}).encode()))
     return {"compiled": compiled, "program": place.name, **_foreseen(plan)}
-
-
-def _gpu_peak(lowered: Any) -> tuple[str, int]:
-    made = lowered.compile()
-    sizes = made.memory_analysis()
-    peak = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes + sizes.temp_size_in_bytes
-    return made.as_text() or "", peak
 
 
 def _foreseen(plan: Any) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks.judge import Judgement, judge_text
-from benchmarks.judge_compile import compile_program, key_of
+from benchmarks.judge_compile import compile_gpu, compile_program, key_of
 from benchmarks.judge_links import H100_HOSTS, Hosts, Slice, slice_of
 from spmdctx.context.layers import current_context
 from spmdctx.lowering.compile import JitOptions
@@ -77,25 +77,27 @@ Lower = Callable[[Sequence[Any]], jax.stages.Lowered]
 """Lowers a program for the devices of a stage."""
 
 
-class _Program(NamedTuple):
+class Program(NamedTuple):
+    """A program of a pipeline: its plan, the states that were chosen for it, and what lowers it."""
+
     plan: Any
     assignment: Any
     lower: Lower
 
 
-def programs_of(pipeline: PlannedPipeline) -> dict[str, _Program]:
+def programs_of(pipeline: PlannedPipeline) -> dict[str, Program]:
     """Every program of a planned pipeline by its name; what divides the batch and joins results is left out."""
     found = {}
     for chunk in pipeline.planned:
         for kind, task in chunk.tasks.items():
-            found[task.name] = _Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
+            found[task.name] = Program(task.planned.plan, task.planned.assignment, _task_lower(chunk, kind))
     for task in pipeline.reductions.values():
         plan = task.planned
-        found[task.name] = _Program(
+        found[task.name] = Program(
             plan.plan, plan.assignment, lowers(plan, task.program.jaxpr.in_avals, JitOptions(name=f"pipeline_{task.name}"))
         )
     for one in (one for programs in pipeline.rounds for one in programs):
-        found[one.name] = _Program(one.planned.plan, one.planned.assignment, _after_lower(one))
+        found[one.name] = Program(one.planned.plan, one.planned.assignment, _after_lower(one))
     return found
 
 
@@ -162,17 +164,10 @@ def judged(lower: Lower, machine: Machine, folder: Path, scratch: Path, *, codeg
     if place.exists():
         text, peak = json.loads(place.read_text())
     else:
-        text, peak = _compiled(lowered) if machine.is_gpu else compile_program(lowered, scratch / "dump", codegen=codegen)
+        text, peak = compile_gpu(lowered) if machine.is_gpu else compile_program(lowered, scratch / "dump", codegen=codegen)
         folder.mkdir(parents=True, exist_ok=True)
         place.write_text(json.dumps([text, peak]))
     return judge_text(text, machine.links(devices), peak)
-
-
-def _compiled(lowered: jax.stages.Lowered) -> tuple[str, int]:
-    made = lowered.compile()
-    stats: Any = made.memory_analysis()
-    peak = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes + stats.temp_size_in_bytes
-    return made.as_text() or "", peak
 
 
 def step_s(pipeline: PlannedPipeline, seconds: Mapping[str, float], topology: Topology, schedule: Schedule | None = None) -> float:

@@ -2,6 +2,16 @@
 
 from spmdctx.audit.collectives import CompiledCollective, parse_collectives
 from spmdctx.audit.data import AuditRow, MemoryUse
-from spmdctx.audit.report import AuditReport, audit_program, audit_text
+from spmdctx.audit.report import AuditReport, audit_program, audit_text, peak_bytes, reserved_bytes
 
-__all__ = ["AuditReport", "AuditRow", "CompiledCollective", "MemoryUse", "audit_program", "audit_text", "parse_collectives"]
+__all__ = [
+    "AuditReport",
+    "AuditRow",
+    "CompiledCollective",
+    "MemoryUse",
+    "audit_program",
+    "audit_text",
+    "parse_collectives",
+    "peak_bytes",
+    "reserved_bytes",
+]

@@ -1,18 +1,21 @@
 import json
+import operator
 from dataclasses import dataclass
 from html.parser import HTMLParser
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmdctx
-from spmdctx.audit import MemoryUse, audit_program, audit_text
+from spmdctx.audit import MemoryUse, audit_program, audit_text, peak_bytes
 from spmdctx.ir.collective import Cause, Collective
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.collectives.ways import WAYS
 from tests.audit import programs
+from tests.audit.compile_only import need_tpu
 from tests.audit.programs import DATA, DATA_MODEL
 
 
@@ -109,6 +112,32 @@ def test_memory_is_the_compilers():
     assert (report.memory.argument_bytes, report.memory.output_bytes, report.memory.alias_bytes) == (8192, 8192, 8192)
     assert report.memory.peak_bytes >= 8192
     assert "planned 1.00 MiB, compiled 8.00 KiB (arguments 8.00 KiB + results 8.00 KiB - shared by both 8.00 KiB" in str(report)
+
+
+@pytest.mark.parametrize("is_scanned", [False, True])
+def test_the_peak_on_tpu_is_what_the_compiler_says_that_it_reserves(is_scanned, tmp_path):
+    """With loops it may be a sixth above."""
+
+    def layer(x, own):
+        return x + jnp.tanh(x @ own["up"]) @ own["down"], None
+
+    def loss(layers, x):
+        if is_scanned:
+            return jnp.mean(jax.lax.scan(jax.checkpoint(layer), x, layers)[0] ** 2)
+        for index in range(3):
+            x, _ = layer(x, jax.tree.map(operator.itemgetter(index), layers))
+        return jnp.mean(x**2)
+
+    where = jax.sharding.SingleDeviceSharding(need_tpu("v5p:2x2x1")[0])
+    shapes = {"up": (3, 512, 2048), "down": (3, 2048, 512)}
+    layers = {name: jax.ShapeDtypeStruct(shape, "float32", sharding=where) for name, shape in shapes.items()}
+    batch = jax.ShapeDtypeStruct((16384, 512), "float32", sharding=where)
+    compiled = jax.jit(jax.grad(loss)).lower(layers, batch).compile(compiler_options={"xla_dump_to": str(tmp_path)})
+    (report,) = tmp_path.glob("*memory-usage-report.txt")
+    reserved = int(report.read_text().split("Total bytes:")[1].split()[0])
+    print(compiled.memory_analysis(), reserved, peak_bytes(compiled))
+    assert reserved <= peak_bytes(compiled) * 1.001
+    assert peak_bytes(compiled) <= reserved * (1.17 if is_scanned else 1.001)
 
 
 def test_json_holds_rows_and_differences(data_parallel):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import spmdctx
+from spmdctx.audit import peak_bytes
 from spmdctx.lowering.rewrite.waiting.early_gradients import with_early_gradients
 from tests.audit.compile_only import need_gpu
 from tests.pipeline.losses import decoder
@@ -103,15 +104,10 @@ def plain_step(params, x):
     return jax.tree.map(lambda own, gradient: own - 0.1 * gradient, params, gradients)
 
 
-def peak_of(compiled):
-    memory = compiled.memory_analysis()
-    return memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-
-
 def test_the_compiled_peak_on_gpu_is_the_planned_one():
     run = spmdctx.parallel(plain_step, devices=need_gpu(), parallel_mode="data_parallel", donate_argnums=0)
     args = jax.eval_shape(lambda: (params_of(512, 8), jnp.zeros((2**17, 512))))
-    assert run.plan(*args).cost.memory_bytes == pytest.approx(peak_of(run.lower(*args).compile()), rel=0.15)
+    assert run.plan(*args).cost.memory_bytes == pytest.approx(peak_bytes(run.lower(*args).compile()), rel=0.15)
 
 
 def test_the_compiled_peak_of_a_stage_on_gpu_is_the_planned_one():
@@ -122,4 +118,4 @@ def test_the_compiled_peak_of_a_stage_on_gpu_is_the_planned_one():
     for name, stage in zip(("backward0", "backward1"), run.plan(*args).stages, strict=True):
         compiled = lowered[name].compile()
         beside = stage.live_bytes[name] - compiled.memory_analysis().argument_size_in_bytes
-        assert stage.memory_bytes == pytest.approx(beside + peak_of(compiled), rel=0.13)
+        assert stage.memory_bytes == pytest.approx(beside + peak_bytes(compiled), rel=0.13)

@@ -90,14 +90,14 @@ def test_a_step_with_a_limit_alone_runs_inside_another_jit_without_it(monkeypatc
 
 PEAKS = """
 from benchmarks import fidelity_plans
+from spmdctx.audit import peak_bytes
 from spmdctx.lowering import scheduler_limit
 
 job = next(job for job in fidelity_plans.jobs("v5e:2x4") if fidelity_plans.name_of(job) == "mlp sharding_propagation 4x2 none seed 0")
 for slack in (0.9, 10.0):
     scheduler_limit._SLACK = slack
     built = fidelity_plans.build(job)
-    memory = built.lowered.compile().memory_analysis()
-    print(memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+    print(peak_bytes(built.lowered.compile()))
 """
 
 
