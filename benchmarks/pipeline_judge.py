@@ -218,6 +218,11 @@ def reduced_once(rows: Sequence[Judged], data: int, estimate: str) -> dict[str, 
 
 
 def peak_bytes(pipeline: PlannedPipeline, rows: Sequence[Judged]) -> int:
-    """The peak of the fullest stage: the planned one, and the most by which a compiled program of the stage exceeds its own plan."""
-    more = {name: row.judgement.peak_bytes - row.planned_bytes for row in rows for name in row.alike}
-    return max(own.peak_bytes + max(more[name] for name in own.live_bytes) for own in memory_of(pipeline))
+    """The compiled peak of the fullest stage: what its plan holds when a program begins, and what the program takes beside its operands."""
+    programs = programs_of(pipeline)
+    beside = {name: row.judgement.peak_bytes - _operand_bytes(programs[name].plan) for row in rows for name in row.alike}
+    return max(live + beside[name] for own in memory_of(pipeline) for name, live in own.live_bytes.items())
+
+
+def _operand_bytes(plan: Any) -> int:
+    return sum(leaf.local_bytes(plan.logical_mesh) for leaf in plan.inputs)

@@ -108,6 +108,11 @@ class PipelinedEntry(Entry):
         )
 
     @cached_property
+    def _runnable(self) -> bool:
+        self.environment.check_running()
+        return True
+
+    @cached_property
     def planned(self) -> Any:
         """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
         _LOG.info("%s was planned: %s.", self.captured.name, self._plan.summary)
