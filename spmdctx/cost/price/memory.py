@@ -30,7 +30,7 @@ from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_ima
 from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
-from spmdctx.machine.xla.schedule import LITTLE_BYTES
+from spmdctx.machine.xla.schedule import LITTLE_BYTES, LITTLE_BYTES_ON
 
 
 class MemoryCount:
@@ -100,7 +100,8 @@ class MemoryCount:
         step, compiler = self._assigned.step, self._assigned.topology.compiler
         is_held = bool(step.graph.accumulators and self._directives.loop_sums.totals)
         moved_bytes = sum(row.payload_bytes * row.repeats for row in bill.collectives)
-        if moved_bytes > LITTLE_BYTES or not is_held or compiler.delays_gradients:
+        little_bytes = LITTLE_BYTES_ON.get(self._assigned.topology.device, LITTLE_BYTES)
+        if moved_bytes > little_bytes or not is_held or compiler.delays_gradients:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
