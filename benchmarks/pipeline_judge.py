@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -141,19 +142,28 @@ def judged_programs(pipeline: PlannedPipeline, machine: Machine, folder: Path, *
 
 
 def judged_apart(lower: Lower, machine: Machine, folder: Path, *, codegen: bool = False) -> Judgement:
-    """Judges a program in a process of its own, which leaves the compiler where it is."""
+    """Judges a program in a process of its own."""
+
+    def judged_text(scratch: Path) -> str:
+        return json.dumps(judged(lower, machine, folder, scratch, codegen=codegen).to_dict())
+
+    return Judgement.from_dict(json.loads(run_apart(judged_text)))
+
+
+def run_apart(work: Callable[[Path], str]) -> str:
+    """What `work` returns, given a folder, in a process of its own: it leaves the compiler where that is, also in the midst of its code."""
     with tempfile.TemporaryDirectory() as scratch:
-        result = Path(scratch) / "result.json"
+        result = Path(scratch) / "result"
         worker = os.fork()
         if not worker:
-            code = 1
             try:
-                result.write_text(json.dumps(judged(lower, machine, folder, Path(scratch), codegen=codegen).to_dict()))
-                code = 0
+                result.write_text(work(Path(scratch)))
+            except Exception as error:  # the parent finds no result
+                print(f"{type(error).__name__}: {error}"[:400], file=sys.stderr)
             finally:
-                os._exit(code)
+                os._exit(0)
         os.waitpid(worker, 0)
-        return Judgement.from_dict(json.loads(result.read_text()))
+        return result.read_text()
 
 
 def judged(lower: Lower, machine: Machine, folder: Path, scratch: Path, *, codegen: bool = True) -> Judgement:

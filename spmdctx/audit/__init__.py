@@ -2,7 +2,7 @@
 
 from spmdctx.audit.collectives import CompiledCollective, parse_collectives
 from spmdctx.audit.data import AuditRow, MemoryUse
-from spmdctx.audit.report import AuditReport, audit_program, audit_text, peak_bytes, reserved_bytes
+from spmdctx.audit.report import AuditReport, audit_program, audit_text, peak_bytes
 
 __all__ = [
     "AuditReport",
@@ -13,5 +13,4 @@ __all__ = [
     "audit_text",
     "parse_collectives",
     "peak_bytes",
-    "reserved_bytes",
 ]

@@ -86,36 +86,28 @@ def audit_text(plan: AuditedPlan, hlo_text: str, ways: Sequence[Way], memory: Me
     return AuditReport(rows, found.missing, found.unplanned, memory, notes)
 
 
-def reserved_bytes(compiled: jax.stages.Compiled) -> tuple[int, int, int, int] | None:
-    """Returns the bytes of arguments, results, buffers that both share, and temporaries that the compiler reserved on each device.
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Returns the bytes that the compiler reserved on each device; 0 where it does not say."""
+    memory = _read_memory(compiled, 0)
+    return 0 if memory is None else memory.peak_bytes
 
-    Returns None where the compiler does not say.
-    """
+
+def _read_memory(compiled: jax.stages.Compiled, planned_bytes: int) -> MemoryUse | None:
     stats = compiled.memory_analysis()
     if stats is None:
         return None
-    sizes = (stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes)
+    arguments, results, shared = stats.argument_size_in_bytes, stats.output_size_in_bytes, stats.alias_size_in_bytes
     temporaries = stats.temp_size_in_bytes
     # The compiler for TPU counts holes of the heap twice in temporaries, with what loops carry, and leaves them out of the peak. What
     # remains is exact without loops, and up to a sixth too large with them (benchmarks/RESULTS.md). The peak is of no use on CPU.
-    holes = sizes[0] + sizes[1] - sizes[2] + temporaries - stats.peak_memory_in_bytes
-    return *sizes, temporaries - max(0, holes) // 2 if _platform(compiled) == "tpu" else temporaries
-
-
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes that the compiler reserved on each device; 0 where it does not say."""
-    arguments, results, shared, temporaries = reserved_bytes(compiled) or (0, 0, 0, 0)
-    return arguments + results - shared + temporaries
+    if _platform(compiled) == "tpu":
+        temporaries -= max(0, arguments + results - shared + temporaries - stats.peak_memory_in_bytes) // 2
+    return MemoryUse(planned_bytes, arguments, results, shared, temporaries, arguments + results - shared + temporaries)
 
 
 def _platform(compiled: jax.stages.Compiled) -> str:
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return next((device.platform for sharding in shardings for device in sharding.device_set), "")
-
-
-def _read_memory(compiled: jax.stages.Compiled, planned_bytes: int) -> MemoryUse | None:
-    sizes = reserved_bytes(compiled)
-    return None if sizes is None else MemoryUse(planned_bytes, *sizes, peak_bytes(compiled))
 
 
 def _rows(planned: Iterable[Collective], found: Comparison, mesh: LogicalMesh) -> tuple[AuditRow, ...]:

@@ -135,7 +135,6 @@ def test_the_peak_on_tpu_is_what_the_compiler_says_that_it_reserves(is_scanned, 
     compiled = jax.jit(jax.grad(loss)).lower(layers, batch).compile(compiler_options={"xla_dump_to": str(tmp_path)})
     (report,) = tmp_path.glob("*memory-usage-report.txt")
     reserved = int(report.read_text().split("Total bytes:")[1].split()[0])
-    print(compiled.memory_analysis(), reserved, peak_bytes(compiled))
     assert reserved <= peak_bytes(compiled) * 1.001
     assert peak_bytes(compiled) <= reserved * (1.17 if is_scanned else 1.001)
 

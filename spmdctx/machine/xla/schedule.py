@@ -49,7 +49,7 @@ Checked by: tests/cost/price/test_memory.py
 LITTLE_BYTES_ON = MappingProxyType({"tpu-v6e": math.inf})
 """The same for a device: on v6e, products wait for nothing in such a pass, whatever it communicates.
 
-Measured on: eight stages of two recomputed programs on v6e:2x4, five of which move 12 to 50 MiB: planned 1.13 to 1.41 times too large.
+Measured on: eight stages of two recomputed programs on v6e:2x4, five of which move 12 to 64 MiB: planned 1.13 to 1.41 times too large.
 Checked by: tests/cost/price/test_memory.py
 """
 
