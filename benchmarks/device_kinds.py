@@ -1,10 +1,12 @@
 """Where kernels' time goes on the one GPU at hand, by kind of op: beside the plan's seconds, and what the judge says of the program.
 
-    JAX_PLATFORMS=cuda python -m benchmarks.device_kinds [--only REGEX] [--out FOLDER] [--limit-s SECONDS]
+    JAX_PLATFORMS=cuda python -m benchmarks.device_kinds [--only REGEX] [--out FOLDER] [--limit-s SECONDS] [--workers N]
 
-Programs are those of `fresh_programs`, each in a process of its own; they trace and plan at once, and compile and run one after the
-other. Each kind's three figures are milliseconds: planned, judged, measured by the profiler (command buffers off). Below are the
-instructions that take longest over what the judge gives them. The folder gets every instruction's figures, and the programs' text.
+Programs are those of `fresh_programs` and `unseen_programs`, each in a process of its own; they plan and compile at once, and run one
+after the other while nothing compiles. Each kind's three figures are milliseconds: planned, judged, measured by the profiler (command
+buffers off). Below are the instructions that take longest over what the judge gives them. Memory is in GiB: the plan's peak, what the
+compiler assigned, the allocator's peak. The last line has the rank correlation of planned and measured time. The folder gets every
+instruction's figures, and the programs' text.
 """
 
 from __future__ import annotations
@@ -27,10 +29,19 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "benchmarks.device_kinds"
-CALLS, MOST_ROWS, WORKERS = 3, 4, 4
+CALLS, MOST_ROWS = 3, 4
+GIB = 2**30
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
 EACH_KERNEL = "--xla_gpu_enable_command_buffer="
+_TIMES = re.compile(r"kernels ([\d.]+) judged [\d.]+ planned ([\d.]+) ms")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
+
+
+def programs() -> dict[str, Callable[[int], tuple[Any, ...]]]:
+    """Every program's function of the number of devices."""
+    from benchmarks import fresh_programs, unseen_programs
+
+    return {**fresh_programs.PROGRAMS, **unseen_programs.PROGRAMS}
 
 
 def measure(name: str, lock: Path, out: Path | None) -> str:
@@ -38,23 +49,28 @@ def measure(name: str, lock: Path, out: Path | None) -> str:
     import jax
 
     import spmdctx
-    from benchmarks.fresh_programs import PROGRAMS, values_of
+    from benchmarks.fresh_programs import values_of
     from benchmarks.judge import roofline_of
     from benchmarks.judge_kinds import judged_instructions, planned_by_kind
+    from spmdctx.audit import peak_bytes
     from spmdctx.audit.hlo import read_module
 
-    fn, shapes, limit = PROGRAMS[name](1)
-    step = spmdctx.parallel(fn, parallel_mode="auto_parallel", devices=jax.devices()[:1], donate_argnums=(0,))
+    device = jax.devices()[0]
+    fn, shapes, limit = programs()[name](1)
+    step = spmdctx.parallel(fn, parallel_mode="auto_parallel", devices=[device], donate_argnums=(0,))
     plan = step.plan(*shapes)
     entry = step._entry_of(shapes, {})
     topology = entry.environment.settings.topology
     planned = planned_by_kind((entry.planned, topology))
     with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH)
         start = time.perf_counter()
         compiled = jax.jit(fn, donate_argnums=(0,)).lower(*shapes).compile()
         first = time.perf_counter() - start
+        fcntl.flock(file, fcntl.LOCK_UN)
+        fcntl.flock(file, fcntl.LOCK_EX)
         wall, kernels = _run(compiled, values_of(shapes, limit))
+        allocated = (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
     text = compiled.as_text() or ""
     seconds = roofline_of(topology)
     rows = {
@@ -71,12 +87,14 @@ def measure(name: str, lock: Path, out: Path | None) -> str:
         for one in judged_instructions(read_module(text))
     }
     lost = sum(spent for op, spent in kernels.items() if op not in rows)
+    memory = [plan.cost.memory_bytes, peak_bytes(compiled), allocated]
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         figures = {"planned": planned, "total_s": plan.cost.total_s, "wall_s": wall, "lost_s": lost, "rows": rows}
+        figures |= {"memory": memory}
         (out / f"{name}.json").write_text(json.dumps(figures))
         (out / f"{name}.hlo.gz").write_bytes(gzip.compress(text.encode()))
-    return "\n".join(_report(name, plan.cost.total_s, planned, rows, {"wall": wall, "first": first, "lost": lost}))
+    return "\n".join(_report(name, plan.cost.total_s, planned, rows, {"wall": wall, "first": first, "lost": lost}, memory))
 
 
 def _run(compiled: Callable[..., Any], arguments: Any) -> tuple[float, dict[str, float]]:
@@ -111,7 +129,12 @@ def _run(compiled: Callable[..., Any], arguments: Any) -> tuple[float, dict[str,
 
 
 def _report(
-    name: str, planned_s: float, planned: Mapping[str, float], rows: Mapping[str, Mapping[str, Any]], more: Mapping[str, float]
+    name: str,
+    planned_s: float,
+    planned: Mapping[str, float],
+    rows: Mapping[str, Mapping[str, Any]],
+    more: Mapping[str, float],
+    memory: Sequence[int],
 ) -> list[str]:
     from benchmarks.judge_kinds import ORDER
 
@@ -121,6 +144,7 @@ def _report(
         f"{name}: wall {more['wall'] * 1e3:.2f} kernels {kernels_s * 1e3:.2f} judged {every * 1e3:.2f} planned {planned_s * 1e3:.2f} ms"
         f"  planned/kernels {planned_s / kernels_s:.2f} judged/kernels {every / kernels_s:.2f}"
         f"  unnamed {more['lost'] * 1e3:.2f}  compile {more['first']:.0f} s"
+        f"  memory {' '.join(f'{own / GIB:.2f}' for own in memory)}"
     ]
     kinds = [kind for kind in ORDER if planned.get(kind) or judged.get(kind) or measured.get(kind)]
     figures = [(planned.get(kind, 0.0), judged.get(kind, 0.0), measured.get(kind, 0.0)) for kind in kinds]
@@ -147,13 +171,12 @@ def _sums(rows: Mapping[str, Mapping[str, Any]], key: str) -> dict[str, float]:
 
 def main() -> int:
     """Runs the programs that the arguments choose."""
-    from benchmarks.fresh_programs import PROGRAMS
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="REGEX")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--limit-s", type=float, default=240.0)
-    parser.add_argument("--one", default="", choices=("", *PROGRAMS), help=argparse.SUPPRESS)
+    parser.add_argument("--workers", type=int, default=6, help="programs that compile at once")
+    parser.add_argument("--one", default="", choices=("", *programs()), help=argparse.SUPPRESS)
     parser.add_argument("--lock", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -166,19 +189,20 @@ def main() -> int:
     import jax
 
     print(f"Python {platform.python_version()}, jax {jax.__version__}; planned/judged/measured ms", flush=True)
-    names = [name for name in PROGRAMS if re.search(arguments.only, name)]
+    names = [name for name in programs() if re.search(arguments.only, name)]
     with tempfile.TemporaryDirectory() as folder:
-        return _run_all(names, Path(folder) / "lock", arguments.out, time.monotonic() + arguments.limit_s)
+        return _run_all(names, Path(folder) / "lock", arguments.out, time.monotonic() + arguments.limit_s, arguments.workers)
 
 
-def _run_all(names: Sequence[str], lock: Path, out: Path | None, end: float) -> int:
+def _run_all(names: Sequence[str], lock: Path, out: Path | None, end: float, workers: int) -> int:
     """Prints each program's rows as it ends, and says which did not within the time."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} {EACH_KERNEL}".strip()
     environment = {**os.environ, **ENVIRONMENT, "XLA_FLAGS": flags}
     more = ["--out", str(out)] if out else []
     waiting, running, failed = list(names), dict[str, subprocess.Popen[str]](), 0
+    ratios: list[tuple[float, float]] = []
     while waiting or running:
-        while waiting and len(running) < WORKERS:
+        while waiting and len(running) < workers:
             name = waiting.pop(0)
             command = [sys.executable, "-m", MODULE, "--one", name, "--lock", str(lock), *more]
             running[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
@@ -190,9 +214,16 @@ def _run_all(names: Sequence[str], lock: Path, out: Path | None, end: float) -> 
             del running[name]
             said, _ = process.communicate()
             failed += bool(process.returncode)
+            ratios += [(float(kernels), float(planned)) for kernels, planned in _TIMES.findall(said)]
             print(said.rstrip() or f"{name}: {'too late' if late else f'ended with {process.returncode}'}", flush=True)
         waiting = [] if late else waiting
         time.sleep(0.2)
+    if len(ratios) > 2:
+        from scipy.stats import spearmanr
+
+        within = sum(abs(planned / kernels - 1) <= 0.15 for kernels, planned in ratios)
+        rank = spearmanr(*zip(*ratios, strict=True)).statistic
+        print(f"{len(ratios)} programs, planned within 15 % of kernels: {within}, rank correlation {rank:.3f}", flush=True)
     return int(bool(failed))
 
 

@@ -1,8 +1,9 @@
 """How true predicted step times, bytes and memory are: plans of five models, right and wrong ones, against their compiled programs.
 
-    python -m benchmarks.fidelity_plans [--topology v5e:2x4] [--fresh] [--only 'mlp.*'] [--cycles] [--again] [--cache FOLDER] [--json]
+    python -m benchmarks.fidelity_plans [--topology v5e:2x4] [--fresh|--unseen] [--only 'mlp.*'] [--cycles] [--again] [--cache DIR] [--json]
 
-`--fresh` takes the models of `fresh_programs`, on which no price was tuned; `--topology h100:8` judges programs for GPUs.
+`--fresh` takes the models of `fresh_programs`, `--unseen` those of `unseen_programs`, which were written after every price;
+`--topology h100:8` judges programs for GPUs.
 Plans come from data parallelism, tensor-parallel strategies, a few pins, random legal pins and the searches. Time is held against the
 judge's roofline estimate (with `--cycles`, which compiles to the end, against both), communication against the collectives of the
 scheduled program, memory against what the compiler assigned. Exits with 1 unless the rank correlation of step times is at least 0.9
@@ -15,12 +16,15 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from benchmarks.fresh_programs import PROGRAMS, SHALLOW
+from benchmarks import fresh_programs, unseen_programs
 from benchmarks.judge_compile import Built, Job, Judged, devices_of, judge_parser, judged, machine_of
 from benchmarks.judge_kinds import ORDER, planned_by_kind
+
+PROGRAMS = {**fresh_programs.PROGRAMS, **unseen_programs.PROGRAMS}
+SHALLOW = {**fresh_programs.SHALLOW, **unseen_programs.SHALLOW}
 
 MODULE = "benchmarks.fidelity_plans"
 MODELS = ("llama", "mlp", "transformer", "moe", "vit")
@@ -61,9 +65,9 @@ def jobs(topology: str) -> Iterator[Job]:
             yield {**start, "mode": mode, "split": "none", "mesh": None}
 
 
-def fresh_jobs(topology: str) -> Iterator[Job]:
-    """The same of the fresh models, which have no strategies of their own."""
-    for model in PROGRAMS:
+def fresh_jobs(models: Iterable[str], topology: str) -> Iterator[Job]:
+    """The same of models that have no strategies of their own."""
+    for model in models:
         start = {"topology": topology, "model": model, "split": "none"}
         yield {**start, "mode": "data_parallel", "mesh": [8, 1]}
         for seed, mesh in enumerate(MESHES):
@@ -155,12 +159,17 @@ def main() -> int:
     parser = judge_parser(__doc__)
     parser.add_argument("--again", action="store_true", help="plan once more; what stays the same is not compiled again")
     parser.add_argument("--fresh", action="store_true", help="models on which no price was tuned")
+    parser.add_argument("--unseen", action="store_true", help="models that were written after every price")
     parser.add_argument("--cycles", action="store_true", help="the compiler's cycles too: ten times slower")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     rows: list[tuple[Job, Judged]] = []
     print(f"{'plan':<52} {'planned':>9} {'judged':>9} ms {'compute':>17} {'comm.':>15} {'exposed':>8} {'exact':>6} {'memory':>13} MiB")
-    for job in (fresh_jobs if arguments.fresh else jobs)(arguments.topology):
+    chosen = jobs(arguments.topology)
+    if arguments.fresh or arguments.unseen:
+        models = unseen_programs.PROGRAMS if arguments.unseen else fresh_programs.PROGRAMS
+        chosen = fresh_jobs(models, arguments.topology)
+    for job in chosen:
         if re.search(arguments.only, name_of(job)):
             one = judged(job, MODULE, arguments.cache, codegen=arguments.cycles, again=arguments.again)
             rows.append((job, one))

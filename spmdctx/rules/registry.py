@@ -14,9 +14,13 @@ RuleFn = Callable[[tuple[Shape, ...], tuple[Shape, ...], Mapping[str, Any]], OpR
 RULES: dict[str, RuleFn] = {}
 
 _KEEPING = frozenset(
-    {"concatenate", "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"}
+    {
+        *("concatenate", "dynamic_update_slice", "scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"),
+        "split",
+    }
 )
-"""Primitives whose result is what it was where one of several operands has no elements, and which XLA splits itself."""
+"""Primitives whose result is what it was where one of several operands has no elements, and which XLA splits itself; or whose results
+are parts of their operand, each by itself."""
 
 ALL_REDUCED = frozenset({"add", "max", "min", "mul", "and", "or", "argmax", "argmin"})
 """Combiners that XLA can apply across devices: it has no all-reduce for xor or for a reducer that the user wrote."""

@@ -44,9 +44,17 @@ def sorted_and_drawn(x):
     return jnp.sort(x[:, :0], axis=0), jax.random.normal(jax.random.key(0), (8, 0)) + x[:, :1], x[:, :0].sum(axis=1)
 
 
+def turned_by_nothing(x):
+    return jnp.roll(x, (0, 0), (0, 1)), *jnp.split(jnp.sin(x), [0, 3], axis=1)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "fn", [cropped, without_channels, contracted_over_nothing, loop_with_an_empty_carry, factored, reshaped, sorted_and_drawn]
+    "fn",
+    [
+        *(cropped, without_channels, contracted_over_nothing, loop_with_an_empty_carry, factored, reshaped, sorted_and_drawn),
+        turned_by_nothing,
+    ],
 )
 def test_results_without_elements_can_be_read(fn, way):
     step = spmdctx.parallel(lambda x: fn(x), device_num=8, batch_argnums=0, **WAYS[way])
@@ -99,6 +107,21 @@ def test_a_shard_map_may_take_and_give_nothing():
         empty, full = spmdctx.parallel(lambda x: body(x, x[:, :0]), parallel_mode=mode, mesh=mesh)(X)
         assert np.asarray(empty).shape == (8, 0)
         np.testing.assert_array_equal(full, X)
+
+
+def test_what_a_split_leaves_is_split():
+    """jnp.roll by nothing along two dimensions cuts off no elements; pictures need not be gathered for it."""
+
+    def turned(x):
+        return jnp.roll(jnp.sin(x), (0, 0), (1, 2)) * 2
+
+    step = spmdctx.parallel(turned, parallel_mode="data_parallel", device_num=8)
+    x = jnp.ones((16, 8, 8))
+    assert step.plan(x).cost.communication_s == 0
+    assert step.audit(x).ok
+    rule = rule_for("split", ((8, 4),), ((8, 0), (8, 4)), {"axis": 1, "sizes": (0, 4)})
+    assert rule.results == (((), ()), ((0,), (1,)))
+    assert rule.splittable[0]
 
 
 def test_a_rule_leaves_out_what_has_no_elements():
