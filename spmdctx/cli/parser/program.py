@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from spmdctx.cli.parser.values import positive, positive_number
+from spmdctx.cli.parser.values import given, positive, positive_number
 from spmdctx.context.docs import add_context_arguments, offer
 from spmdctx.machine.presets import PRESETS as MACHINES
 from spmdctx.models.presets import DECODERS
@@ -40,7 +40,7 @@ def add_program_arguments(parser: argparse.ArgumentParser, *, only_decoders: boo
     if only_decoders:
         parser.set_defaults(program=None)
     else:
-        program.add_argument("--program", metavar="MODULE:FUNCTION", help=_PROGRAM_HELP)
+        program.add_argument("--program", type=given, metavar="MODULE:FUNCTION", help=_PROGRAM_HELP)
     program.add_argument("--layers", type=positive, metavar="N", help="number of layers (default: the model's)")
     program.add_argument("--batch-size", type=positive, metavar="N", help=_BATCH_SIZE_HELP)
     program.add_argument("--seq", type=positive, metavar="N", help="tokens per sequence (default: the model's)")
@@ -48,11 +48,13 @@ def add_program_arguments(parser: argparse.ArgumentParser, *, only_decoders: boo
     program.add_argument("--remat", action=argparse.BooleanOptionalAction, help=_REMAT_HELP)
     program.add_argument("--dtype", choices=("float32", "bfloat16"), help="of activations (default: the model's)")
     planning = parser.add_argument_group("planning")
-    planning.add_argument("--config", metavar="FILE.yaml", help="options from a file, MindFormers' keys or option names (default: none)")
+    planning.add_argument(
+        "--config", type=given, metavar="FILE.yaml", help="options of a file, by MindFormers' keys or their own names (default: none)"
+    )
     planning.add_argument("--strategies", choices=("auto", "none", "megatron", "pins"), default="auto", help=_STRATEGIES_HELP)
-    planning.add_argument("--strategy", metavar="hand|searched|FILE", help=_STRATEGY_HELP)
+    planning.add_argument("--strategy", type=given, metavar="hand|searched|FILE", help=_STRATEGY_HELP)
     planning.add_argument("--model-parallel", type=positive, metavar="N", help="slices of the weights in them (default: 2 or 1)")
-    offer(planning.add_argument("--topology", metavar="NAME", help=_TOPOLOGY_HELP), MACHINES)
+    offer(planning.add_argument("--topology", type=given, metavar="NAME", help=_TOPOLOGY_HELP), MACHINES)
     memory = planning.add_mutually_exclusive_group()
     memory.add_argument("--memory-gib", type=positive_number, metavar="N", help="memory budget per device (default: the machine's)")
     memory.add_argument("--memory-bytes", type=positive, metavar="N", help="the same in bytes")

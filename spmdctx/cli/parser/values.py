@@ -8,6 +8,17 @@ import math
 from spmdctx.wording.targets import TARGETS, metrics_target
 
 
+def given(text: str) -> str:
+    """Parses a text that is not empty, as a variable of a shell is that was never set.
+
+    Raises:
+        argparse.ArgumentTypeError: an empty text, or spaces alone.
+    """
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; leave the option out for its default")
+    return text
+
+
 def positive(text: str) -> int:
     """Parses a whole number of at least 1.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -18,7 +18,7 @@ from spmdctx.ir.analysis.kinds import ops_of, value_kinds
 from spmdctx.ir.analysis.loop_sums import widened_ways
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import IntArray
-from spmdctx.ir.graph import Op, item_bytes
+from spmdctx.ir.graph import Op
 from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.projection import project
 from spmdctx.ir.sharding import TensorSharding
@@ -26,7 +26,7 @@ from spmdctx.machine.xla.collectives.combining import combines_up_to
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip
-from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_tiles, laid_out, rows_bytes
+from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_rows, in_tiles, laid_out, rows_filled_up
 from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
@@ -136,13 +136,20 @@ class MemoryCount:
             self.copies.make(op, value, ("image", value, taken), num_bytes, gathered=False)
 
     def _scatter_rows(self) -> None:
-        """Adds the tables into which rows are scattered, where these take more as rows than as they are kept."""
+        """Adds tables into which rows are scattered, and rows of two dimensions, that take more while they are laid out by rows."""
         assigned = self._assigned
-        for op in in_lanes(assigned.graph) if has_tiles(assigned.topology.device) else ():
-            value = assigned.graph.values[op.results[0]]
-            natural = project(op.rule.results[0], assigned.assignment.ops[op.id].axes)
-            num_bytes = rows_bytes(local_shape(value.shape, natural, assigned.mesh), item_bytes(value.dtype))
-            if num_bytes > assigned.stored_bytes(value.id, natural):
+        for op, rows in in_lanes(assigned.graph) if has_tiles(assigned.topology.device) else ():
+            natural = dict(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
+            num_bytes = 0
+            for value, minor in rows.items():
+                split = project(natural[value], assigned.assignment.ops[op.id].axes)
+                shape = local_shape(assigned.graph.values[value].shape, split, assigned.mesh)
+                if len(minor) == 1:
+                    share = rows_filled_up(shape, minor, 1.0)
+                else:
+                    share = filled_up(shape, minor, 1.0) if min(shape[dim] for dim in minor) > 1 else 1.0
+                num_bytes += int(assigned.stored_bytes(value, split) * share) if share > 1 else 0
+            if num_bytes:
                 self.copies.scatter(op, num_bytes)
 
     def _sizes(self) -> Sequence[int]:
@@ -160,13 +167,18 @@ class MemoryCount:
         for value in widened_ways(graph, self._directives.loop_sums, self._directives.widened):
             found[value] *= 2
         if has_tiles(self._assigned.topology.device):
-            shares: dict[tuple[int, Minor, bool], float] = {}
-            for is_image, known in enumerate((in_tiles(graph), in_images(graph))):
+            shares: dict[tuple[int, Minor, int], float] = {}
+            ways: list[tuple[Mapping[int, Minor], Callable[[Sequence[int], Minor], float]]] = [
+                (in_rows(graph), rows_filled_up),
+                (in_tiles(graph), filled_up),
+                (in_images(graph), partial(filled_up, least=1.0)),
+            ]
+            for way, (known, share_of) in enumerate(ways):
                 for value, minor in known.items():
-                    key = int(numbers[value]), minor, bool(is_image)
+                    key = int(numbers[value]), minor, way
                     share = shares.get(key)
                     if share is None:
                         shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
-                        share = shares[key] = filled_up(shape, minor, 1.0) if is_image else filled_up(shape, minor)
+                        share = shares[key] = share_of(shape, minor)
                     found[value] = int(found[value] * share)
         return found

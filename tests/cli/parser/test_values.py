@@ -4,7 +4,8 @@ import argparse
 
 import pytest
 
-from spmdctx.cli.parser.values import natural, positive, positive_number, seed
+from spmdctx.cli.main import main
+from spmdctx.cli.parser.values import given, natural, positive, positive_number, seed
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", 1), ("4096", 4096)])
@@ -45,3 +46,17 @@ def test_an_amount_is_taken(text, value):
 def test_what_is_no_amount_is_refused_in_words(text):
     with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number above 0"):
         positive_number(text)
+
+
+def test_a_name_is_not_empty():
+    assert given("tpu-v5e") == "tpu-v5e"
+    for text in ("", " "):
+        with pytest.raises(argparse.ArgumentTypeError, match="it is empty; leave the option out"):
+            given(text)
+
+
+@pytest.mark.parametrize("option", ["--topology", "--program", "--strategy", "--config"])
+def test_an_option_that_is_given_empty_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", option, ""])
+    assert f"argument {option}: it is empty; leave the option out for its default" in capsys.readouterr().err

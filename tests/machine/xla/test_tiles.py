@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmdctx
-from spmdctx.machine.xla.memory.tiles import filled_up, in_images, in_tiles
+from spmdctx.machine.xla.memory.tiles import filled_up, in_images, in_rows, in_tiles, rows_filled_up
 from tests.road import trace
 
 VECTORS, WEIGHTS = jax.ShapeDtypeStruct((64, 7, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32")
@@ -70,3 +70,46 @@ def test_rows_are_scattered_into_a_table_that_is_laid_out_by_rows(topology, feat
     most = plan.cost.memory_bytes - table_bytes
     assert (counted > 1) == (most > 4 * table_bytes)
     assert most < (counted + 2) * table_bytes
+
+
+@pytest.mark.parametrize(
+    ("shape", "minor", "times"),
+    [((1024, 4), (1,), 32.0), ((1024, 1), (1,), 1.0), ((1024, 64), (1,), 1.0), ((1024, 1, 16), (1, 2), 8.0), ((1024, 4, 32), (1, 2), 1.0)],
+)
+def test_narrow_rows_fill_lanes(shape, minor, times):
+    assert rows_filled_up(shape, minor) == times
+
+
+def edges(weights, table, senders, receivers):
+    scores = jnp.exp(jnp.tanh(table @ weights)[senders])
+    return jax.ops.segment_sum(scores, receivers, table.shape[0])
+
+
+def test_rows_that_are_looked_up_and_what_becomes_of_them_are_in_lanes():
+    weights, table = jax.ShapeDtypeStruct((16, 4), "float32"), jax.ShapeDtypeStruct((512, 16), "float32")
+    ids = jax.ShapeDtypeStruct((4096,), "int32")
+    graph = trace(edges, weights, table, ids, ids).graph
+    shapes = {graph.values[value].shape for value, minor in in_rows(graph).items() if minor == (1,)}
+    assert shapes == {(4096, 4), (512, 4)}
+    assert sum(graph.values[value].shape == (4096, 4) for value in in_rows(graph)) == 2
+
+
+@pytest.mark.parametrize(("topology", "heads", "least"), [("tpu-v5e", 4, 32.0), ("tpu-v5e", 128, 1.0), ("h100", 4, 1.0)])
+def test_the_peak_counts_narrow_rows_in_lanes_on_tpu(topology, heads, least):
+    ids = jax.ShapeDtypeStruct((2**20,), "int32")
+    table = jax.ShapeDtypeStruct((512, 16), "float32")
+    plan = spmdctx.plan(
+        edges, jax.ShapeDtypeStruct((16, heads), "float32"), table, ids, ids, parallel_mode="stand_alone", topology=topology, device_num=1
+    )
+    taken = 2**20 * heads * 4
+    assert least * taken <= plan.cost.memory_bytes < 3 * least * taken
+
+
+def test_rows_of_two_dimensions_fill_tiles_while_they_are_looked_up():
+    ids = jax.ShapeDtypeStruct((2**20,), "int32")
+    table = jax.ShapeDtypeStruct((512, 4, 32), "float32")
+    plans = [
+        spmdctx.plan(lambda table, ids: jnp.tanh(table[ids]).sum(), table, ids, parallel_mode="stand_alone", device_num=1, topology=name)
+        for name in ("tpu-v5e", "h100")
+    ]
+    assert plans[0].cost.memory_bytes > 4 * 2**29 > plans[1].cost.memory_bytes

@@ -6,9 +6,11 @@ What XLA does: memory is in tiles of the two minor dimensions. Most arrays are l
     and bf16[256, 32, 32, 64] no more than its elements. Reshapes, repetitions and sums over space keep that. Tiles of fewer than eight
     rows are as high as the next power of two: f32[16, 128, 128, 3] takes 32 MiB, as 3 becomes 4 and 16 becomes 128.
     A scatter adds rows of a table to zeros in which each row takes lanes, then the sum is laid out otherwise: f32[65536, 64] takes 32 MiB.
+    Rows that are looked up or scattered take lanes, too, and so does what they are made of and becomes of them element by element:
+    f32[320000, 4] takes 156 MiB. Rows of two dimensions fill tiles while they are looked up or scattered: f32[320000, 4, 32] takes 625 MiB.
     An argument is copied into that order, and the copy stays to the gradient of the kernel: bf16[16, 192, 192, 3] takes 36 MiB.
 Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets,
-    ResNets, gradients of tables of 8 to 64 features (benchmarks/RESULTS.md). GPU and CPU have no tiles.
+    ResNets, gradients of tables of 8 to 64 features, attention over the edges of graphs (benchmarks/RESULTS.md). GPU and CPU have no tiles.
 Switch: none: the name of the device tells
 Priced by: cost.price.memory
 Written or prevented by: nothing
@@ -38,6 +40,8 @@ _CONVOLUTIONS = ("conv_general_dilated",)
 
 _BY_ROWS = ("scatter-add",)
 
+_LOOK_UPS, _SCATTERS = ("gather",), ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul")
+
 _CONVERSIONS = ("convert_element_type", "sharding_constraint")
 
 _KEEPING_IMAGES = ("reshape", "broadcast_in_dim", "reduce_sum")
@@ -63,20 +67,62 @@ def filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COUNTING
     return share if share > least else 1.0
 
 
-def in_lanes(graph: Graph) -> list[Op]:
-    """Returns the ops that scatter rows into a table which is laid out by rows while they run."""
-    values = graph.values
-    return [op for op in ops_of(graph, _BY_ROWS) if len(values[op.results[0]].shape) == 2 and len(values[op.operands[2]].shape) > 1]
+def rows_filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COUNTING) -> float:
+    """Returns the same for a block of rows of the dimensions `minor`, of which one has several elements; 1 for other rows."""
+    several = [shape[dim] for dim in minor if shape[dim] > 1]
+    share = -(-several[0] // _LANES) * _LANES / several[0] if len(several) == 1 else 1.0
+    return share if share > least else 1.0
 
 
-def rows_bytes(shape: Sequence[int], item_bytes: int) -> int:
-    """Returns the bytes that a table takes if each of its rows begins a new line of lanes."""
-    return shape[0] * -(-shape[1] // _LANES) * _LANES * item_bytes
+def in_lanes(graph: Graph) -> list[tuple[Op, dict[int, Minor]]]:
+    """Returns the ops that scatter or look up rows which are laid out by rows only while they run, with those values."""
+    values, known = graph.values, in_rows(graph)
+    found: list[tuple[Op, dict[int, Minor]]] = []
+    for op in ops_of(graph, _BY_ROWS):
+        if len(values[op.results[0]].shape) == 2 and len(values[op.operands[2]].shape) > 1:
+            found.append((op, {op.results[0]: (1,)}))
+    for op in ops_of(graph, (*_LOOK_UPS, *_SCATTERS)):
+        rows = _of_rows(op, 2) or {
+            value: minor for value, minor in _of_rows(op, 1).items() if value not in known and value not in op.results
+        }
+        if rows:
+            found.append((op, rows))
+    return found
 
 
 def in_tiles(graph: Graph) -> dict[int, Minor]:
     """Returns the values that products with batch dimensions read or make, and what becomes of them element by element."""
     return _known(graph, in_tiles, CONTRACTIONS, _of_product)
+
+
+def in_rows(graph: Graph) -> dict[int, Minor]:
+    """Returns the rows of one or two dimensions that are looked up or scattered, and what is around them element by element.
+
+    None of them joins what a product makes, or an argument, such as a parameter that it is the gradient of: those are laid out otherwise.
+    """
+    if in_rows in graph.facts:
+        return _known(graph, in_rows, (), _of_product)
+    others: dict[int, Minor] = {}
+    for op in ops_of(graph, CONTRACTIONS):
+        others.update((value, ()) for value in op.results)
+    others.update((value, ()) for value in graph.inputs)
+    _spread(graph, others)
+
+    def rows(op: Op) -> dict[int, Minor]:
+        found = _of_rows(op, 1) or _of_rows(op, 2)
+        return {value: minor for value, minor in found.items() if value not in others}
+
+    return _known(graph, in_rows, (*_LOOK_UPS, *_SCATTERS), rows)
+
+
+def _of_rows(op: Op, rank: int) -> dict[int, Minor]:
+    """Returns what an op looks up in or scatters into a table of so many dimensions beside the rows, with these."""
+    looks_up = op.primitive in _LOOK_UPS
+    table, rows = op.rule.operands[0], op.rule.results[0] if looks_up else op.rule.operands[2]
+    if len(table) != rank + 1 or len(rows) != rank + 1 or rows[1:] != table[1:] or not all(rows[1:]):
+        return {}
+    minor = tuple(range(1, rank + 1))
+    return {value: minor for value in (op.results[0], *(() if looks_up else (op.operands[2],))) if value != LITERAL}
 
 
 def in_images(graph: Graph) -> dict[int, Minor]:
