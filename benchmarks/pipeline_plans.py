@@ -59,8 +59,10 @@ def main() -> int:
     parser.add_argument("--batch", type=int, default=128, help="sequences of 4,096 tokens")
     parser.add_argument("--micro", type=int, default=32, help="micro-batches")
     parser.add_argument("--topology", default="tpu-v5p")
+    parser.add_argument("--donate", action="store_true", help="the step gives the memory of its state to the next one")
     arguments = parser.parse_args()
-    print(f"{datetime.date.today()}, jax {jax.__version__}, {platform.machine()}, {os.cpu_count()} cores, {arguments.topology}")
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {arguments.topology}{', donated' if arguments.donate else ''}"
+    print(f"{datetime.date.today()}, jax {jax.__version__}, {machine}")
     print(" | ".join(COLUMNS), flush=True)
     total = tracing = 0.0
     for model in arguments.models.split(","):
@@ -82,6 +84,7 @@ def _row(model: str, stages: int, arguments: Any) -> tuple[Sequence[str], float]
         topology=arguments.topology,
         pipeline_stages=stages,
         grad_accumulation_step=arguments.micro,
+        donate_argnums=(0, 1) if arguments.donate else (),
     )
     start = time.process_time()
     plan: Any = step.plan(*args)

@@ -55,8 +55,8 @@ class SearchOptions:
     """The options of a search. `search_mode` is empty where the mode leaves nothing to search.
 
     A search that `is_rough` only tells how plans compare. One that `is_brief` works less on proofs, and its errors name no budget and no
-    number of devices that are enough. With `shared`, it
-    shares its work with others. Ctrl-C ends one that `is_interruptible` with the best plan so far.
+    number of devices that are enough. One whose budget `is_a_room`, which is not the user's, takes little time for a large program, and its
+    errors name neither. With `shared`, it shares its work with others. Ctrl-C ends one that `is_interruptible` with the best plan so far.
     """
 
     search_mode: str
@@ -68,6 +68,7 @@ class SearchOptions:
     is_brief: bool = False
     is_rough: bool = False
     is_interruptible: bool = False
+    is_a_room: bool = False
     shared: Shared | None = None
 
 
@@ -210,7 +211,9 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         is_rough=options.is_rough,
         is_interruptible=options.is_interruptible,
     )
-    own = asked if options.memory_bytes is not None else replace(asked, memory_bytes=options.topology.memory_bytes, is_soft=True)
+    is_asked = options.memory_bytes is not None
+    own = asked if is_asked else replace(asked, memory_bytes=options.topology.memory_bytes)
+    own = replace(own, is_soft=not is_asked or (options.is_a_room and len(step.graph.ops) >= own.large_program))
 
     def budgets_of(wanted: Request) -> Budgets:
         key = (wanted.num_devices, bool(wanted.once))
@@ -222,7 +225,8 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         if not isinstance(in_turns, Shortfall):
             found = in_turns
             found.setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in the memory.")
-    if isinstance(found, Shortfall) and options.memory_bytes is not None:
+    if isinstance(found, Shortfall) and is_asked:
+        own = replace(own, is_brief=options.is_brief or options.is_a_room)
         raise infeasible(step, request, options.topology, own, found, budgets_of(request))
     if isinstance(found, Shortfall):
         # No plan is safe. One that is likely to fit is better than the fastest, and a note of the planner says what it may take.

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
-from spmdctx.errors import InfeasibleError
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.capture.carrier import PipelinedStep
 from spmdctx.pipeline.data import PipelineData
@@ -19,8 +16,8 @@ from spmdctx.pipeline.search.proven import LeastWork, bounds_note, least_of_all_
 from spmdctx.pipeline.search.reduced import Chosen, best_completed, reduced_once, reduction_notes
 from spmdctx.pipeline.search.stacked import stacked_notes
 from spmdctx.pipeline.search.suggestion import suggested
+from spmdctx.pipeline.search.within import over, within
 from spmdctx.pipeline.stages.alike import AlikePlanner
-from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.notes import explaining_shares, over_memory
 from spmdctx.pipeline.stages.plans import REDUCTION, Planner
 from spmdctx.pipeline.stages.staging import ScheduleOf, Stages, Staging, cut_loss, scaled
@@ -28,7 +25,6 @@ from spmdctx.pipeline.stages.whole import PlannedPipeline, completed, surrounded
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
-from spmdctx.wording import bytes_text
 
 
 class PipelinePlanner:
@@ -61,13 +57,13 @@ class PipelinePlanner:
             planner = self._planner if like is None else self._planner.roughly
             return self._planned(Staging(self._loss, free, num_chunks, schedule_of, planner, holds=may_wait), like, room)
 
+        def fitted(own: Chosen) -> Chosen:
+            if not is_searched or (not is_binding and own.found.total_s >= worth_s):
+                raise over(own.found, room)
+            return within(own, room)
+
         with explaining_shares(self._loss.step, settings):
-            staging, stages, found = reduced_once(planned, room, is_binding=is_binding)
-        if is_binding:
-            stages, found = _within(staging, stages, found, room)
-        elif is_searched and found.total_s < worth_s:
-            with suppress(InfeasibleError):
-                stages, found = _within(staging, stages, found, room)
+            staging, stages, found = reduced_once(planned, fitted, room, is_binding=is_binding)
         found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found), *over_memory(found, settings)]
         if is_searched:
             found.bounds = self._bounds(staging, stages)
@@ -137,62 +133,6 @@ def plan_as_decided(step: PipelinedStep, settings: Settings, plan: PipelineData,
     found = completed(staging, surrounded(staging.plan(plan.cuts)))
     found.notes += plan.notes
     return found
-
-
-_MOST_ROOMS = 5
-"""How often a pipeline is planned within a budget, with more or less room for the programs of its stages."""
-
-
-def _within(staging: Staging, stages: Stages, found: PlannedPipeline, budget: int) -> tuple[Stages, PlannedPipeline]:
-    """Returns the same stages within a budget, if need be planned again, each program with what the stage leaves for it.
-
-    A program is planned by the safe end of its peak, and another plan leaves its stage another room: so several rooms are tried.
-
-    Raises:
-        InfeasibleError: a stage needs more.
-    """
-    memories = memory_of(found)
-    if max(own.peak_bytes for own in memories) <= budget:
-        return stages, found
-    rooms, largest = [], 0
-    for number, chunk in enumerate(stages.planned):
-        plans = [task.planned.plan for task in chunk.tasks.values()]
-        own = max(plan.cost.memory_bytes for plan in plans)
-        rooms.append(budget - memories[stages.schedule.stage_of[number]].peak_bytes + own)
-        largest = max(largest, *(plan.safe_memory_bytes for plan in plans))
-    low, high, room = 0, largest, min(rooms)
-    cause: InfeasibleError | None = None
-    for _ in range(_MOST_ROOMS):
-        if not low < room < high:
-            break
-        tight = Staging(staging.loss, replace(staging.given, memory_bytes=room), *staging.parts)
-        try:
-            planned = tight.plan(stages.places)
-        except InfeasibleError as error:
-            cause, low, room = error, room, (room + high) // 2
-            continue
-        tight.settings = replace(tight.settings, memory_bytes=None)
-        tried = best_completed(tight, planned, budget)
-        over = max(own.peak_bytes for own in memory_of(tried)) - budget
-        if over <= 0:
-            return planned, tried
-        high, room = room, max(room - over, (low + room) // 2)
-    raise _over(found, memories, budget) from cause
-
-
-def _over(found: PlannedPipeline, memories: Sequence[StageMemory], budget: int) -> InfeasibleError:
-    """Returns the error for the fullest stage."""
-    stage = max(range(len(memories)), key=lambda own: memories[own].peak_bytes)
-    own = memories[stage]
-    return InfeasibleError(
-        f"Stage {stage} of {len(memories)} needs {bytes_text(own.peak_bytes)} per device, more than memory_bytes={budget}.",
-        where=found.step.loss.where,
-        got=(
-            f"{bytes_text(own.state_bytes)} of state and sums of gradients, {bytes_text(own.kept_bytes)} kept by "
-            f"{found.simulation.in_flight[stage]} micro-batches in flight"
-        ),
-        fix="use more stages or devices, checkpoint layers, or more micro-batches of fewer rows",
-    )
 
 
 def _estimated_s(staging: Staging, stages: Stages) -> float | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from spmdctx.context.state import AutoParallelContext
+from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.sizes import device_bytes
 from spmdctx.pipeline.stages.staging import Stages, Staging
@@ -28,25 +29,55 @@ class Chosen(NamedTuple):
     found: PlannedPipeline
 
 
-def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], room: int, *, is_binding: bool) -> Chosen:
-    """Returns the plan whose gradients wait where that is worthwhile; if it does not fit, the one that reduces them in every micro-batch.
+_NEAR = 1.1
+"""Sums that wait are made to fit if a step then takes at most so many times as long; else plans without them are tried, too."""
+
+
+def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], fit: Callable[[Chosen], Chosen], room: int, *, is_binding: bool) -> Chosen:
+    """Returns the plan whose gradients wait where that is worthwhile, planned again within the memory of a device if it is larger.
+
+    If nothing fits, gradients are reduced in every micro-batch.
 
     Args:
         plan: plans with gradients that may wait, or without; given another plan, roughly, with its cuts and mesh.
+        fit: plans again within the memory of a device.
         room: bytes of a device.
         is_binding: whether a plan that does not fit is of no use.
+
+    Raises:
+        InfeasibleError: nothing fits, and must.
     """
     once = plan(True, None)
-    peak = _peak(once.found)
-    if peak <= room or not once.found.reductions or not (is_binding or _may_fit(once.found, room)):
-        return once
-    if not is_binding and _peak(plan(False, once).found) >= peak:
-        return once
+    peak, waits = _peak(once.found), bool(once.found.reductions)
+    fitted, error = _fitted(once, fit, room)
+    if error is None and (not waits or fitted.found.total_s <= _NEAR * once.found.total_s):
+        return fitted
+    if not waits or not (is_binding or _may_fit(once.found, room)) or (not is_binding and _peak(plan(False, once).found) >= peak):
+        return _or_raised(fitted, error, is_binding=is_binding)
     in_turns = plan(False, None)
     if _peak(in_turns.found) >= peak:
-        return once
-    in_turns.found.notes.append(IN_TURNS)
-    return in_turns
+        return _or_raised(fitted, error, is_binding=is_binding)
+    found, later = _fitted(in_turns, fit, room)
+    if error is None and (later is not None or fitted.found.total_s <= found.found.total_s):
+        return fitted
+    found.found.notes.append(IN_TURNS)
+    return _or_raised(found, later, is_binding=is_binding)
+
+
+def _fitted(own: Chosen, fit: Callable[[Chosen], Chosen], room: int) -> tuple[Chosen, InfeasibleError | None]:
+    """Returns a plan that fits, or the given one and why there is none."""
+    if _peak(own.found) <= room:
+        return own, None
+    try:
+        return fit(own), None
+    except InfeasibleError as error:
+        return own, error
+
+
+def _or_raised(own: Chosen, error: InfeasibleError | None, *, is_binding: bool) -> Chosen:
+    if error is not None and is_binding:
+        raise error
+    return own
 
 
 def best_completed(staging: Staging, stages: Stages, room: int) -> PlannedPipeline:

@@ -27,8 +27,12 @@ class AlikePlanner:
         if settings.layerwise_parallel:
             # Those go by the names of parameters.
             return self._planner(captured, settings, is_rough=is_rough)
-        key = (*_key(captured, settings), is_rough)
-        known = self._known.get(key)
+        key = (*_key(captured, settings), is_rough, settings.memory_bytes)
+        known, room = self._known.get(key), settings.memory_bytes
+        if known is None and room is not None:
+            # A room changes nothing if the plan without one is within it.
+            free = self._known.get((*key[:-1], None))
+            known = free if free is not None and free.plan.safe_memory_bytes <= room else None
         if known is not None:
             return _renamed(known, captured, settings)
         found = self._known[key] = self._planner(captured, settings, is_rough=is_rough)
@@ -42,7 +46,7 @@ def _key(captured: Captured, settings: Settings) -> tuple[Any, ...]:
     pins = repr((program.user_pins, program.graph.accumulators))
     return (
         *(program.graph.body, inputs, outputs, captured.mesh_axes, pins),
-        *(settings.num_devices, settings.mesh, settings.memory_bytes, settings.topology),
+        *(settings.num_devices, settings.mesh, settings.topology),
         *(settings.context.dataset_strategy, settings.context.parallel_mode),
     )
 

@@ -25,12 +25,14 @@ class StageMemory(NamedTuple):
         kept_bytes: the most that micro-batches in flight hold.
         live_bytes: for each program, the most that lies there when it begins, its own operands among it.
         peak_bytes: the planned peak, with what programs make and need meanwhile.
+        peaks: that of each program.
     """
 
     state_bytes: int
     kept_bytes: int
     live_bytes: Mapping[str, int]
     peak_bytes: int
+    peaks: Mapping[str, int]
 
 
 def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
@@ -56,7 +58,10 @@ def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
             # Copies of what other stages have are gone when the program ends, and what they have stays.
             copied = sum(home.size(var) for var in foreign_operands(pipeline, one.program))
             _run_after(one, [var for var in gone if pipeline.placement.stage_of.get(var) == one.program.stage], copied, home, stages[stage])
-    return [StageMemory(before, own.most_kept, own.live, own.peak) for before, own in zip(state, stages, strict=True)]
+    return [
+        StageMemory(before, own.most_kept, own.live, max(own.peaks.values(), default=0), own.peaks)
+        for before, own in zip(state, stages, strict=True)
+    ]
 
 
 def _gradients(pipeline: PlannedPipeline) -> Iterator[tuple[Any, tuple[int, ...]]]:
@@ -75,14 +80,15 @@ class _Stage:
 
     def __init__(self) -> None:
         self.state = self.held = self.waiting = self.kept = self.after = 0
-        self.most_kept = self.peak = 0
+        self.most_kept = 0
         self.live: Counter[str] = Counter()
+        self.peaks: Counter[str] = Counter()
 
     def runs(self, name: str, extra: int, *, is_after: bool = False) -> None:
         """Notes what lies there when a program begins, and the `extra` bytes that it adds meanwhile."""
         live = self.state + (self.after if is_after else self.held + self.waiting + self.kept)
         self.live[name] = max(self.live[name], live)
-        self.peak = max(self.peak, live + extra)
+        self.peaks[name] = max(self.peaks[name], live + extra)
 
 
 class _Home:

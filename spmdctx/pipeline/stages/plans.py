@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from spmdctx.cost.price.directives import Directives
+from spmdctx.errors import InfeasibleError
 from spmdctx.ir.analysis.loop_sums import reduced_dtype
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
@@ -126,23 +127,40 @@ class ChunkPlanner:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
         context = settings.context
         is_whole = context.enable_parallel_optimizer and not context.parallel_optimizer_config.gradient_accumulation_shard
+        self._number = 0
         self._between = Between(runs, Role.ARGUMENT if is_whole else Role.OPTIMIZER, carried)
 
     def plan(self, chunks: Sequence[Passes], twins: Mapping[int, int] = MappingProxyType({})) -> list[PlannedChunk]:
-        """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided.
+        """Returns the planned chunks. The mesh is that of the chunk in the middle, if none is decided, or of one that does not fit there.
 
         Args:
             chunks: the passes of each.
             twins: for leaves that are split as others, with their gradients, these other ones, which an earlier chunk reads.
         """
+        mesh = self._settings.mesh
+        if mesh is not None:
+            return self._on_mesh(chunks, twins)
+        mesh = self._decide_mesh(chunks[len(chunks) // 2])
+        try:
+            return self._on_mesh(chunks, twins)
+        except InfeasibleError:
+            if self._decide_mesh(chunks[self._number]) == mesh:
+                raise
+        return self._on_mesh(chunks, twins)
+
+    def _decide_mesh(self, chunk: Passes) -> LogicalMesh:
+        """Takes the mesh that a rough plan of a chunk has; nothing else of it is kept."""
+        self._settings = replace(self._settings, mesh=None)
+        mesh = self._planned("pipeline_mesh", chunk.joint, {}, is_rough=True).planned.mesh
+        self._settings = replace(self._settings, mesh=mesh)
+        return mesh
+
+    def _on_mesh(self, chunks: Sequence[Passes], twins: Mapping[int, int]) -> list[PlannedChunk]:
         joints = [own.joint for own in chunks]
-        if self._settings.mesh is None:
-            # Only the mesh of this plan is kept.
-            middle = self._planned("pipeline_mesh", joints[len(joints) // 2], {}, is_rough=True)
-            self._settings = replace(self._settings, mesh=middle.planned.mesh)
         found: list[PlannedChunk] = []
         shared: dict[Slot, TensorSharding] = {}
         for number, (own, joint) in enumerate(zip(chunks, joints, strict=True)):
+            self._number = number
             pins = dict(shared)
             if found:
                 before = found[-1].joint.shardings

@@ -61,6 +61,8 @@ class Planned:
 def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None, *, is_rough: bool = False) -> Planned:
     """Plans a captured step; with `shared`, briefly, as one of several plans; if `is_rough`, only to tell how plans compare.
 
+    The budget of a part of a pipeline is no user's: a large part takes little time, and what the search does not count may exceed it.
+
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
         UnsupportedError: something that the mode does not support, or with `strict` a primitive without a rule.
@@ -72,6 +74,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
+        options = replace(options, is_a_room=captured.is_part)
         # What one process of several finds until it is interrupted is not what the others find.
         options = replace(options, is_interruptible=is_main and not jax.distributed.is_initialized())
         if is_main:
@@ -80,8 +83,9 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
             setup, assignment, certificate = search(step, request, options)
         assigned = Assigned(step, assignment, setup.mesh, settings.topology)
         bill, directives = priced(program, assigned, settings.context, written_collectives(program, setup.parts))
-        if settings.memory_bytes is not None and bill.safe_bytes > settings.memory_bytes and search_mode(settings):
-            raise over_budget(step, bill, settings.memory_bytes, setup.mesh.num_devices, settings.topology)
+        budget = None if captured.is_part else settings.memory_bytes
+        if budget is not None and bill.safe_bytes > budget and search_mode(settings):
+            raise over_budget(step, bill, budget, setup.mesh.num_devices, settings.topology)
         undivided = undivided_batch(program, request, setup.mesh, assignment)
         setup.notes += undivided
         notes = plan_notes(program, captured, setup, settings, assignment, bill)

@@ -1,11 +1,13 @@
 """Programs that are alike are planned once, and what compares plans works less than what makes them."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from spmdctx.errors import InfeasibleError
 from spmdctx.ir.graph import Role
 from spmdctx.pipeline.search.reduced import Chosen, reduced_once
 from spmdctx.pipeline.stages.alike import AlikePlanner
@@ -67,6 +69,24 @@ def test_programs_that_compute_or_take_something_else_do_not(other):
     assert len(seen) == 2
 
 
+def test_a_plan_that_is_within_a_room_is_not_made_again():
+    planner, seen = counted()
+    free = planner(program(), settings())
+    taken = free.plan.safe_memory_bytes
+    assert planner(program(name="a"), replace(settings(), memory_bytes=taken)).assignment is free.assignment
+    assert len(seen) == 1
+    with pytest.raises(InfeasibleError) as caught:
+        planner(program(), replace(settings(), memory_bytes=1))
+    assert len(seen) == 2
+    # No user gave that budget, so none is searched that is enough.
+    assert "need:" not in str(caught.value)
+    # What was planned for a room says nothing of others.
+    planner, seen = counted()
+    for room in (taken, None, taken):
+        planner(program(), replace(settings(), memory_bytes=room))
+    assert len(seen) == 2
+
+
 def test_rough_plans_are_not_taken_for_others():
     planner, seen = counted()
     planner.roughly(program(), settings())
@@ -95,7 +115,7 @@ def test_a_rough_search_makes_the_short_attempts_of_a_whole_one():
 def test_a_rough_plan_decides_whether_gradients_in_turns_are_planned(monkeypatch, rough_peak, calls):
     class Found:
         def __init__(self, peak):
-            self.peak, self.reductions, self.notes = peak, {0: None}, []
+            self.peak, self.reductions, self.notes, self.total_s = peak, {0: None}, [], 1.0
 
     seen = []
 
@@ -105,6 +125,10 @@ def test_a_rough_plan_decides_whether_gradients_in_turns_are_planned(monkeypatch
 
     monkeypatch.setattr("spmdctx.pipeline.search.reduced._peak", lambda found: found.peak)
     monkeypatch.setattr("spmdctx.pipeline.search.reduced._may_fit", lambda found, room: True)
-    chosen = reduced_once(plan, 6, is_binding=False)
+
+    def fit(own):
+        raise InfeasibleError("too large")
+
+    chosen = reduced_once(plan, fit, 6, is_binding=False)
     assert seen == calls
     assert chosen.found.peak == min(8, rough_peak)

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import spmdctx
+from spmdctx.errors import InfeasibleError
 from spmdctx.lowering.rewrite.partial_terms import turned, turned_dims
 from spmdctx.pipeline.search import reduced
 from tests.pipeline.losses import batch, decoder, loss
@@ -149,30 +150,79 @@ def test_a_search_lets_gradients_wait_where_that_is_faster(topology):
     assert any("reduced once per step" in note for note in plan.notes)
 
 
+class Peaks:
+    """Plans that take some bytes and seconds, with sums that wait or without; those that fit take `fitted` seconds, or there are none."""
+
+    def __init__(self, peaks, fitted=(None, None)):
+        self.peaks, self.fitted, self.planned, self.fits = peaks, fitted, [], []
+
+    def made(self, may_wait, peak, seconds):
+        held, reductions = (30, {0: None}) if may_wait else (0, {})
+        found = SimpleNamespace(peak_bytes=peak, held=held, reductions=reductions, notes=[], total_s=seconds)
+        return reduced.Chosen(None, None, found)
+
+    def plan(self, may_wait, alike=None):
+        assert alike is None or not may_wait
+        self.planned.append(may_wait)
+        return self.made(may_wait, self.peaks[not may_wait], 1.0 if may_wait else 1.25)
+
+    def fit(self, own):
+        may_wait = bool(own.found.reductions)
+        self.fits.append(may_wait)
+        seconds = self.fitted[not may_wait]
+        if seconds is None:
+            raise InfeasibleError("sums that wait" if may_wait else "sums in turns")
+        return self.made(may_wait, 100, seconds)
+
+    def chosen(self, monkeypatch, *, is_binding):
+        monkeypatch.setattr(reduced, "memory_of", lambda found: [found])
+        monkeypatch.setattr(reduced, "held_bytes", lambda found: [found.held])
+        return reduced.reduced_once(self.plan, self.fit, 100, is_binding=is_binding).found
+
+
 @pytest.mark.parametrize(
     ("peaks", "is_binding", "waits", "plans"),
     [
         ((90, 70), False, True, 1),
         ((110, 80), False, False, 3),
+        ((110, 80), True, False, 2),
         ((140, 120), False, True, 1),
-        ((140, 120), True, False, 2),
-        ((110, 115), True, True, 2),
+        ((110, 115), False, True, 2),
     ],
 )
 def test_sums_that_do_not_fit_do_not_wait(monkeypatch, peaks, is_binding, waits, plans):
-    asked = []
-
-    def chosen(may_wait, alike=None):
-        assert alike is None or not may_wait
-        asked.append(may_wait)
-        held, reductions = (30, {0: None}) if may_wait else (0, {})
-        return reduced.Chosen(None, None, SimpleNamespace(peak_bytes=peaks[not may_wait], held=held, reductions=reductions, notes=[]))
-
-    monkeypatch.setattr(reduced, "memory_of", lambda found: [found])
-    monkeypatch.setattr(reduced, "held_bytes", lambda found: [found.held])
-    found = reduced.reduced_once(chosen, 100, is_binding=is_binding).found
-    assert (bool(found.reductions), len(asked)) == (waits, plans)
+    own = Peaks(peaks)
+    found = own.chosen(monkeypatch, is_binding=is_binding)
+    assert (bool(found.reductions), len(own.planned)) == (waits, plans)
     assert found.notes == ([] if waits else [reduced.IN_TURNS])
+
+
+@pytest.mark.parametrize("is_binding", [False, True])
+def test_sums_that_wait_are_made_to_fit_before_others_are_planned(monkeypatch, is_binding):
+    own = Peaks((110, 80), fitted=(1.05, None))
+    found = own.chosen(monkeypatch, is_binding=is_binding)
+    assert (own.planned, own.fits) == ([True], [True])
+    assert (bool(found.reductions), found.total_s, found.peak_bytes) == (True, 1.05, 100)
+
+
+@pytest.mark.parametrize(("fitted_s", "waits"), [(1.2, True), (1.3, False)])
+def test_sums_that_fit_at_a_high_price_wait_if_that_is_faster(monkeypatch, fitted_s, waits):
+    own = Peaks((110, 80), fitted=(fitted_s, None))
+    found = own.chosen(monkeypatch, is_binding=False)
+    assert (bool(found.reductions), found.total_s) == (waits, fitted_s if waits else 1.25)
+    assert own.planned == [True, False, False]
+
+
+@pytest.mark.parametrize(("peaks", "cause"), [((140, 120), "in turns"), ((110, 115), "that wait")])
+def test_a_budget_that_nothing_meets_is_an_error(monkeypatch, peaks, cause):
+    with pytest.raises(InfeasibleError, match=cause):
+        Peaks(peaks).chosen(monkeypatch, is_binding=True)
+
+
+def test_sums_in_turns_are_made_to_fit_where_others_cannot(monkeypatch):
+    own = Peaks((140, 120), fitted=(None, 1.4))
+    found = own.chosen(monkeypatch, is_binding=True)
+    assert (bool(found.reductions), found.total_s, own.fits) == (False, 1.4, [True, False])
 
 
 @pytest.mark.filterwarnings("error::spmdctx.ContextWarning")

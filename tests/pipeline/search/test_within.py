@@ -1,0 +1,105 @@
+"""Stages that do not fit a device are planned again: with the room that is left for their programs, and on other meshes if need be."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from spmdctx.errors import InfeasibleError
+from spmdctx.pipeline.search import within
+from spmdctx.pipeline.search.reduced import Chosen
+from spmdctx.pipeline.stages.memory import StageMemory
+
+
+@dataclass(frozen=True)
+class Settings:
+    memory_bytes: int | None = None
+    mesh: str | None = None
+
+
+class Stages:
+    """Two chunks on a mesh, whose programs take the bytes that a function gives for their room, and raise where it gives none."""
+
+    def __init__(self, monkeypatch, taken, *, after=0):
+        self.taken, self.after, self.asked = taken, after, []
+        monkeypatch.setattr(within, "Staging", self.staging)
+        monkeypatch.setattr(within, "best_completed", lambda staging, stages, budget: stages.found)
+        monkeypatch.setattr(within, "memory_of", lambda found: found.memories)
+
+    def made(self, size):
+        """Two stages with 30 bytes beside their programs, of which the second one has 5 fewer."""
+        chunks, memories = [], []
+        for number in (0, 1):
+            plan = SimpleNamespace(cost=SimpleNamespace(memory_bytes=size), safe_memory_bytes=size)
+            name = f"backward{number}"
+            chunks.append(SimpleNamespace(tasks={0: SimpleNamespace(name=name, planned=SimpleNamespace(plan=plan))}))
+            peaks = {name: size + 30 - 5 * number, "after": self.after * size}
+            memories.append(StageMemory(30, 0, {}, max(peaks.values()), peaks))
+        step = SimpleNamespace(loss=SimpleNamespace(where="here"))
+        found = SimpleNamespace(memories=memories, mesh="first", step=step, simulation=SimpleNamespace(in_flight=[1, 1]))
+        return SimpleNamespace(planned=chunks, schedule=SimpleNamespace(stage_of=[0, 1]), places=(3,), found=found)
+
+    def chosen(self, size):
+        stages = self.made(size)
+        return Chosen(SimpleNamespace(loss=None, given=Settings(), parts=()), stages, stages.found)
+
+    def staging(self, loss, settings):
+        def plan(places):
+            assert places == (3,)
+            self.asked.append((own.settings.memory_bytes, own.settings.mesh))
+            size = self.taken(own.settings.memory_bytes, own.settings.mesh)
+            if size is None:
+                raise InfeasibleError("no plan in this room")
+            return self.made(size)
+
+        own = SimpleNamespace(settings=settings, plan=plan)
+        return own
+
+
+def test_stages_that_fit_are_kept(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: room)
+    own = stages.chosen(70)
+    assert within.within(own, 100) is own
+    assert stages.asked == []
+
+
+def test_programs_get_the_room_that_the_fullest_stage_leaves(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: room)
+    found = within.within(stages.chosen(90), 100)
+    assert stages.asked == [(70, "first")]
+    assert max(own.peak_bytes for own in found.found.memories) == 100
+
+
+@pytest.mark.parametrize(("size", "after"), [(90, 1.5), (68, 1.5), (60, 2)])
+def test_what_follows_the_loss_is_taken_to_shrink_as_chunks_do(monkeypatch, size, after):
+    stages = Stages(monkeypatch, lambda room, mesh: room, after=after)
+    found = within.within(stages.chosen(size), 100)
+    assert [room for room, _ in stages.asked] == [int(100 / after)]
+    assert max(own.peak_bytes for own in found.found.memories) <= 100
+
+
+def test_plans_that_exceed_their_room_get_less_by_as_much(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: room + 5)
+    within.within(stages.chosen(90), 100)
+    assert [room for room, _ in stages.asked] == [70, 65]
+
+
+def test_a_room_in_which_nothing_is_found_is_raised(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: 70 if room >= 75 else None)
+    within.within(stages.chosen(90), 100)
+    assert [room for room, _ in stages.asked] == [70, 80]
+
+
+def test_other_meshes_are_tried_if_nothing_fits(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: None if mesh == "first" else room)
+    within.within(stages.chosen(90), 100)
+    assert [room for room, mesh in stages.asked if mesh == "first"] == [70, 80, 85, 87, 88]
+    assert stages.asked[-1] == (70, None)
+
+
+def test_a_stage_that_fits_in_no_room_is_named(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: None)
+    with pytest.raises(InfeasibleError, match=r"Stage 0 of 2 needs .* more than memory_bytes=100") as caught:
+        within.within(stages.chosen(90), 100)
+    assert "no plan in this room" in str(caught.value.__cause__)
+    assert [mesh for _, mesh in stages.asked] == ["first"] * 5 + [None] * 2

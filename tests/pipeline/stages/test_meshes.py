@@ -1,0 +1,64 @@
+"""The mesh of all chunks is that of the one in the middle; where another one does not fit there, that one decides."""
+
+from dataclasses import replace
+
+import jax
+
+from spmdctx.context.layers import current_context
+from spmdctx.errors import InfeasibleError
+from spmdctx.ir.graph import Role
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.presets import topology
+from spmdctx.pipeline.programs.passes import Passes
+from spmdctx.pipeline.programs.slots import Holds
+from spmdctx.pipeline.stages.captured import LossLeaf
+from spmdctx.pipeline.stages.plans import ChunkPlanner
+from spmdctx.step.planning.planner import plan_program
+from spmdctx.trace.scope.settings import Settings
+from tests.pipeline import losses
+from tests.pipeline.cut.test_chunks import cut_line
+
+FIRST, OTHER = LogicalMesh((("data", 4), ("model", 1))), LogicalMesh((("data", 2), ("model", 2)))
+
+
+def planned(meshes, fits):
+    """Plans four chunks whose rough plans have some meshes in turn, and whose plans exist where `fits` says so of name and mesh."""
+    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 8)
+    chunks, leaves, still = cut_line(losses.loss, params, batch, 4)
+    count = len(jax.tree.leaves(params))
+    names = [LossLeaf(f"leaf{index}", Role.PARAMETER if index < count else Role.BATCH) for index in range(len(leaves))]
+    passes = [Passes(chunk, frozenset(range(count)), 0, still) for chunk in chunks]
+    context = current_context().with_checked({"parallel_mode": "auto_parallel", "device_num": 4})
+    decided, left = [], list(meshes)
+
+    def planner(captured, settings, *, is_rough=False):
+        if captured.name == "pipeline_mesh":
+            decided.append([number for number, own in enumerate(passes) if own.joint.jaxpr is captured.jaxpr])
+            return plan_program(captured, replace(settings, mesh=left.pop(0)), is_rough=is_rough)
+        if not fits(captured.name, settings.mesh):
+            raise InfeasibleError(f"{captured.name} does not fit")
+        return plan_program(captured, settings, is_rough=is_rough)
+
+    settings = Settings(context, 4, None, topology("tpu-v5p"))
+    try:
+        return ChunkPlanner(planner, settings, names, splits_backward=False).plan(passes), decided
+    except InfeasibleError as error:
+        return str(error), decided
+
+
+def test_a_chunk_that_does_not_fit_decides_the_mesh_anew():
+    chunks, decided = planned([FIRST, OTHER], lambda name, mesh: name != "pipeline_chunk1" or mesh == OTHER)
+    assert decided == [[2], [1]]
+    assert [chunk.mesh for chunk in chunks] == [OTHER] * 4
+    assert any(slot.holds is Holds.LEAVING for slot in chunks[0].joint.shardings)
+
+
+def test_a_chunk_that_fits_nowhere_is_an_error():
+    text, decided = planned([FIRST, FIRST], lambda name, mesh: name != "pipeline_chunk0")
+    assert (text, decided) == ("pipeline_chunk0 does not fit", [[2], [0]])
+
+
+def test_the_mesh_of_the_chunk_in_the_middle_is_kept():
+    chunks, decided = planned([FIRST], lambda name, mesh: True)
+    assert decided == [[2]]
+    assert [chunk.mesh for chunk in chunks] == [FIRST] * 4
