@@ -13,7 +13,7 @@ from itertools import combinations, permutations
 import numpy as np
 
 from spmdctx.ir.arrays import IntArray
-from spmdctx.ir.mesh import Blocks, LogicalMesh, moved_axes
+from spmdctx.ir.mesh import Blocks, LogicalMesh, moved_axes, parts_of
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 
 MAX_ORDERED_AXES = 3
@@ -21,7 +21,10 @@ MAX_ORDERED_AXES = 3
 
 
 class AxisCodes:
-    """The codes of one mesh: the axes of each code, its number of slices, and its axes as bits. Code 0 is the empty one."""
+    """The codes of one mesh: the axes of each code, its number of slices, and its axes as bits. Code 0 is the empty one.
+
+    `each` has the slices on every mesh for which the mesh stands. [mesh, code]
+    """
 
     def __init__(self, mesh: LogicalMesh) -> None:
         self.mesh = mesh
@@ -35,6 +38,8 @@ class AxisCodes:
         self.axes: list[AxisNames] = [sum(own, ()) for count in range(len(self.units) + 1) for own in choose(self.units, count)]
         self.of: dict[AxisNames, int] = {own: code for code, own in enumerate(self.axes)}
         self.slices = np.array([mesh.num_slices(own) for own in self.axes], dtype=np.int64)
+        self.each = np.array([[part.num_slices(own) for own in self.axes] for part in parts_of(mesh)], dtype=np.int64)
+        self._known: dict[int, IntArray] = {}
         self._unit_of = {name: place for place, unit in enumerate(self.units) for name in unit}
         self.bits = np.array([self.bits_of(own) for own in self.axes], dtype=np.int64)
 
@@ -76,12 +81,19 @@ class AxisCodes:
         """Returns the sharding that a row stands for."""
         return tuple([self.axes[code] for code in row])
 
+    def _dividing(self, size: int) -> IntArray:
+        """Returns the codes whose slices divide a size."""
+        found = self._known.get(size)
+        if found is None:
+            found = self._known[size] = np.nonzero((size % self.each == 0).any(axis=0))[0]
+        return found
+
     def rows(self, sizes: Sequence[int], splittable: Sequence[bool] | None = None) -> IntArray:
         """Returns all rows of disjoint codes that divide `sizes`, in lexicographic order. [rows, dims]"""
         rows = np.zeros((1, 0), dtype=np.int64)
         used = np.zeros(1, dtype=np.int64)
         for place, size in enumerate(sizes):
-            fitting = np.nonzero(size % self.slices == 0)[0] if splittable is None or splittable[place] else np.zeros(1, dtype=np.int64)
+            fitting = self._dividing(size) if splittable is None or splittable[place] else np.zeros(1, dtype=np.int64)
             free = (used[:, None] & self.bits[fitting][None, :]) == 0
             first, second = np.nonzero(free)
             rows = np.concatenate([rows[first], fitting[second][:, None]], axis=1)
@@ -120,7 +132,7 @@ class Domain:
     @cached_property
     def slices(self) -> IntArray:
         """The number of blocks into which the sharding of each number cuts the tensor."""
-        found: IntArray = np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64)
+        found: IntArray = np.minimum(np.prod(self.codes.slices[self.rows], axis=1, dtype=np.int64), self.codes.mesh.num_devices)
         return found
 
 

@@ -83,11 +83,37 @@ class AnyOrder(LogicalMesh):
 
     @classmethod
     def of_meshes(cls, meshes: Sequence[LogicalMesh]) -> AnyOrder:
-        """Makes one of meshes with the same sizes in several orders; axes get the names of the first mesh, matched by size."""
+        """Makes one of several meshes with as many axes, which get the names of the first mesh's in the order of their sizes."""
         by_size = [sorted(mesh.names, key=mesh.sizes.__getitem__) for mesh in meshes]
         names = [dict(zip(own, by_size[0], strict=True)) for own in by_size]
         orders = [LogicalMesh(tuple((new[name], size) for name, size in mesh.axes)) for mesh, new in zip(meshes, names, strict=True)]
-        return cls(meshes[0].axes, tuple(orders))
+        axes = tuple([(name, max(order.sizes[name] for order in orders)) for name in meshes[0].names])
+        return cls(axes, tuple(orders))
+
+
+@dataclass(frozen=True, slots=True)
+class AnySizes(AnyOrder):
+    """Meshes with axes of several sizes at once, of as many axes and devices. Whatever one of them allows is allowed.
+
+    `axes` have their largest sizes. The cheapest price on this mesh, too, is a lower bound for the price on each of `orders`.
+    """
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices of each mesh."""
+        return self.orders[0].num_devices
+
+    @property
+    def parts(self) -> tuple[AnyOrder, ...]:
+        """The meshes of each sizes, with their axes in the order of this one's."""
+        alike: dict[tuple[tuple[str, int], ...], list[LogicalMesh]] = {}
+        for order in self.orders:
+            alike.setdefault(tuple([(name, order.sizes[name]) for name in self.names]), []).append(order)
+        return tuple([AnyOrder(axes, tuple(orders)) for axes, orders in alike.items()])
+
+    def num_slices(self, axes: Iterable[str]) -> int:
+        """Returns the most slices into which `axes` split a dimension on any of the meshes, or more."""
+        return min(math.prod(self.sizes[name] for name in axes), self.num_devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +121,11 @@ class Blocks(LogicalMesh):
     """A mesh whose axes are used in blocks: each of the `blocks` of neighbouring axes splits a dimension as a whole, or not at all."""
 
     blocks: tuple[AxisNames, ...]
+
+
+def parts_of(mesh: LogicalMesh) -> tuple[LogicalMesh, ...]:
+    """Returns the meshes of one size for which a mesh stands: it alone, unless it stands for several sizes."""
+    return mesh.parts if isinstance(mesh, AnySizes) else (mesh,)
 
 
 def units(mesh: LogicalMesh) -> tuple[AxisNames, ...]:

@@ -15,15 +15,15 @@ hundred shardings it takes a few hundred NumPy operations. The seconds of a chai
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from spmdctx.ir.arrays import FloatArray, IntArray
-from spmdctx.ir.domain import AxisCodes, Domain, axis_codes
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.domain import AxisCodes, Domain, axis_codes, domain
+from spmdctx.ir.mesh import AnySizes, LogicalMesh
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.machine.collectives import LinearPrice, collective_price
 from spmdctx.machine.topology import Topology
@@ -70,7 +70,23 @@ def reshard_table(known: Domain, topology: Topology) -> ReshardTable:
     """Returns the table of a domain; shapes that divide alike share one."""
     if not known.shape:
         return ReshardTable(np.zeros((1, 1)), np.zeros((1, 1)))
+    if isinstance(known.codes.mesh, AnySizes):
+        return _least_of(known, [domain(part, known.shape) for part in known.codes.mesh.parts], topology)
     return _table(known.rows.tobytes(), len(known.shape), known.codes.mesh, topology)
+
+
+def _least_of(known: Domain, parts: Sequence[Domain], topology: Topology) -> ReshardTable:
+    """Returns for each pair the least of its lines on meshes of several sizes; pairs that no mesh has cost the most of all."""
+    tables = [reshard_table(part, topology) for part in parts]
+    found = []
+    for lines in zip(*tables, strict=True):
+        least = np.full((len(known), len(known)), np.inf)
+        for part, own in zip(parts, lines, strict=True):
+            numbers = known.numbers(part.rows)
+            places = np.ix_(numbers, numbers)
+            least[places] = np.minimum(least[places], own)
+        found.append(np.where(np.isinf(least), max(float(own.max()) for own in lines), least))
+    return ReshardTable(*found)
 
 
 @lru_cache(maxsize=1024)

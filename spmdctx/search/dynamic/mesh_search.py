@@ -9,7 +9,7 @@ from functools import partial
 from typing import NamedTuple
 
 from spmdctx.cost.step import Step
-from spmdctx.ir.mesh import AnyOrder, LogicalMesh
+from spmdctx.ir.mesh import AnyOrder, AnySizes, LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
@@ -26,6 +26,9 @@ MODE = "dynamic_programming"
 
 _HARDLY = 1e-8
 """Share of a known plan's seconds by which a bound may lie below them and still end a first look."""
+
+_CLOSE = 1e-7
+"""The same where meshes of several sizes are looked at together."""
 
 _WORTH = 1e-3
 """Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
@@ -46,6 +49,15 @@ class _Unsolved(NamedTuple):
     alike: _Begun | None = None
 
 
+class _Choice(NamedTuple):
+    """The problem of a mesh, and the states and cost there of the choice for several orders of its axes."""
+
+    tables: Tables
+    problem: Problem
+    states: tuple[int, ...]
+    cost: float
+
+
 class MeshSearch:
     """Searches single meshes, and keeps the solutions from which later searches of them start."""
 
@@ -58,6 +70,7 @@ class MeshSearch:
         self._solved: dict[LogicalMesh, tuple[Tables, Problem]] = {}
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, _Unsolved] = {}
+        self._choices: dict[LogicalMesh, _Choice] = {}
 
     @property
     def joins_orders(self) -> bool:
@@ -124,6 +137,23 @@ class MeshSearch:
             self._unsolved.update(dict.fromkeys(meshes, _Unsolved(cutoff, begun)))
         return solution.lower_bound
 
+    def bound_in_any_size(self, setup: Setup, meshes: Sequence[LogicalMesh], known_s: float) -> float | None:
+        """Searches meshes of as many axes, whatever their sizes, as one for a short time.
+
+        Returns their bound if it shows that hardly any of them has a plan below `known_s`, else None.
+        """
+        begun = self._begin(replace(setup, mesh=AnySizes.of_meshes(meshes)))
+        enough_s = known_s * (1 - _CLOSE)
+        bound = self.formulation.look(begun.sought, enough_s).lower_bound
+        if bound < enough_s:
+            return None
+        self._unsolved.update({mesh: _Unsolved(self.cutoff(mesh, known_s)) for mesh in meshes})
+        return bound
+
+    def least_s(self, mesh: LogicalMesh) -> float:
+        """Returns the seconds of all ops on a mesh that was looked at, each in its fastest state, without moves between them."""
+        return sum(float(own.min()) for own in self._begun[mesh].sought.problem.costs)
+
     def _fastest_of_merged(self, setup: Setup, known_s: float) -> Found | Beaten | None:
         """Searches a mesh with equal axes as if these had no names; returns None if that proves nothing."""
         tables, cutoff = self._tables_on(setup), self.cutoff(setup.mesh, known_s)
@@ -151,9 +181,7 @@ class MeshSearch:
         joint, cutoff = alike.solution, self.cutoff(setup.mesh, known_s)
         if joint is None or joint.lower_bound < min(joint.cost, cutoff):
             return None
-        tables, problem = self._problem(setup)
-        states = tuple([int(own[state]) for own, state in zip(resembling(alike.tables, tables), joint.states, strict=True)])
-        cost = cost_of(problem.costs, problem.edges, states) if min(states) >= 0 else math.inf
+        tables, problem, states, cost = self._choice_on(setup, alike.tables, joint)
         if cost > joint.cost * (1 + SAME_COST):
             if joint.lower_bound < cutoff or cost < known_s * (1 - SAME_COST):
                 return None
@@ -164,6 +192,29 @@ class MeshSearch:
         # The cost is summed in another order than the bound; a proven optimum stays proven.
         bound = cost if joint.cost == joint.lower_bound else min(cost, joint.lower_bound)
         return self.formulation.plan_of(setup, tables, joint._replace(states=states, cost=cost, lower_bound=bound))
+
+    def _choice_on(self, setup: Setup, alike: Tables, joint: Solution) -> _Choice:
+        """Returns what the choice for several orders of a mesh's axes is on this one."""
+        found = self._choices.get(setup.mesh)
+        if found is None:
+            tables, problem = self._problem(setup)
+            states = tuple([int(own[state]) for own, state in zip(resembling(alike, tables), joint.states, strict=True)])
+            cost = cost_of(problem.costs, problem.edges, states) if min(states) >= 0 else math.inf
+            found = self._choices[setup.mesh] = _Choice(tables, problem, states, cost)
+        return found
+
+    def cheaper_first(self, setups: Sequence[Setup]) -> list[Setup]:
+        """Sorts several orders of the same axes by the costs of the choice for all of them at once, up to one where it costs no more."""
+        costs = dict[LogicalMesh, float]()
+        self._choices.clear()
+        for setup in setups:
+            alike = self._in_any_order.get(setup.mesh)
+            if alike is None or alike.solution is None:
+                return list(setups)
+            costs[setup.mesh] = self._choice_on(setup, alike.tables, alike.solution).cost
+            if costs[setup.mesh] <= alike.solution.cost * (1 + SAME_COST):
+                break
+        return sorted(setups, key=lambda setup: costs.get(setup.mesh, math.inf))
 
     def _keep(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> None:
         """Keeps the problem of a mesh whose plan may be the fastest; that of a large program's last one only, which mostly is."""
@@ -211,7 +262,8 @@ class MeshSearch:
         return tables
 
     def _problem(self, setup: Setup) -> tuple[Tables, Problem]:
-        found = self._solved.get(setup.mesh)
+        choice = self._choices.get(setup.mesh)
+        found = self._solved.get(setup.mesh) if choice is None else choice[:2]
         if found is None:
             tables = self._tables_on(setup)
             found = tables, tables.problem()

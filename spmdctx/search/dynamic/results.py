@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -16,6 +17,10 @@ from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.wording import bytes_text, mesh_text, seconds_text
+from spmdctx.wording.phases import log_of
+
+_LOG = log_of("search")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,3 +147,15 @@ def better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall 
 def short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
     """Returns the shortfall if no plan was found; `nearest` is the lowest peak seen."""
     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)
+
+
+def log_mesh(mesh: LogicalMesh, found: Found | Shortfall | Beaten, memory_bytes: int | None = None) -> None:
+    """Logs what came of the search of a mesh."""
+    if not _LOG.isEnabledFor(logging.INFO):
+        return
+    within = "" if memory_bytes is None else f" within {bytes_text(memory_bytes)} per device"
+    if isinstance(found, Found):
+        what = f"{seconds_text(found.cost_s)} a step"
+    else:
+        what = "no plan" if isinstance(found, Shortfall) else f"no plan below {seconds_text(found.lower_bound_s)} a step"
+    _LOG.info("Mesh %s: %s%s.", mesh_text(mesh), what, within)

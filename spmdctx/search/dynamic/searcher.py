@@ -10,7 +10,6 @@ over every legal split on every mesh that is tried. The solver minimises exactly
 
 from __future__ import annotations
 
-import logging
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +21,14 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN, REPAIRED_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall, log_mesh
 from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, without_blocks
-from spmdctx.search.setup.meshes import MAX_AXES
+from spmdctx.search.setup.meshes import MAX_AXES, narrow_and_even_first, orders_of, sizes_of
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
 from spmdctx.search.solver.problem.problem import Solution
 from spmdctx.wording import bytes_text, mesh_text, seconds_text
-from spmdctx.wording.phases import log_of, tell
-
-_LOG = log_of("search")
+from spmdctx.wording.phases import tell
 
 _NEAR_ENOUGH = 1 / 3
 """Share by which a plan within a budget that the user did not set must be able to improve, if it came of a search for any plan."""
@@ -39,8 +36,12 @@ _NEAR_ENOUGH = 1 / 3
 _MANY_SIZES = 3
 """Sizes of axes from which orders of two axes are looked at together: most sizes are beaten, and one search shows it for both orders."""
 
-_TRUST = 0.75
-"""Weight of the bound, beside the cost, in what is expected of a mesh after a first look."""
+_ALIKE = 1e-6
+"""Share of a plan's seconds by which the bounds of meshes of more axes may lie below them, where the meshes that are left are looked at
+together."""
+
+_NOTHING_TO_GAIN = 1.01
+"""Seconds of a plan over those of its ops alone up to which the same is tried before any mesh of more axes."""
 
 
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
@@ -132,6 +133,7 @@ class Budgets:
         self._bounds: dict[LogicalMesh, float] = {}
         self._best: Found | None = None
         self._first: Callable[[], Found] | None = None
+        self._joins_sizes = False
         self._setups, self._turns = setups, [[setup] for setup in setups]
         try:
             self._turns = self._promising_first(setups)
@@ -178,12 +180,13 @@ class Budgets:
         # A first search on three axes takes as long as all the others together, and says less.
         few = [setup for setup in setups if len(setup.mesh.axes) < MAX_AXES]
         joined = self._meshes.joins_orders and _are_many(few)
+        self._joins_sizes = joined and not self._meshes.formulation.limits.restricts
         looks, turns = dict[LogicalMesh, Solution](), list[tuple[LogicalMesh, list[Setup]]]()
-        for number, setup in enumerate(sorted(few, key=_narrow_and_even_first)):
-            if any(setup in turn for _, turn in turns):
+        for number, setup in enumerate(sorted(few, key=lambda own: narrow_and_even_first(own.mesh))):
+            if any(setup in turn for _, turn in turns) or self._beaten_in_any_size(setup, few, looks):
                 continue
             turn, looked = [setup], setup
-            if joined and len(alike := _orders_of(setup, few)) > 1:
+            if joined and len(alike := orders_of(setup.mesh, [own.mesh for own in few])) > 1:
                 turn = sorted((other for other in few if other.mesh in alike), key=lambda other: other.mesh.shape[-1])
                 looked = replace(setup, mesh=AnyOrder.of_meshes([other.mesh for other in turn]))
             elif setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
@@ -198,12 +201,31 @@ class Budgets:
         seen = [turn for _, turn in turns]
         return seen + [[setup] for setup in setups if not any(setup in turn for turn in seen)]
 
+    def _beaten_in_any_size(self, setup: Setup, few: Sequence[Setup], looks: Mapping[LogicalMesh, Solution]) -> bool:
+        """Returns whether no mesh of as many axes that is left can beat one of fewer axes, which is the best so far; keeps their bound.
+
+        This is tried until it fails, where every mesh of as many axes is beaten, or where hardly anything is left to gain.
+        """
+        if setup.mesh in self._bounds or not (self._joins_sizes and looks):
+            return setup.mesh in self._bounds
+        best, axes = _cheapest_of(looks), len(setup.mesh.axes)
+        known_s, wide = looks[best].cost, {mesh: look.lower_bound for mesh, look in looks.items() if len(mesh.axes) == axes}
+        seen = set(map(sizes_of, wide))
+        left = [own.mesh for own in few if len(own.mesh.axes) == axes and sizes_of(own.mesh) not in seen]
+        if len(best.axes) == axes or len(set(map(sizes_of, left))) < 2:
+            return False
+        beaten_s = min(wide.values()) / (1 - _ALIKE) if wide else self._meshes.least_s(best) * _NOTHING_TO_GAIN
+        bound = self._meshes.bound_in_any_size(setup, left, known_s) if known_s <= beaten_s else None
+        self._joins_sizes = bound is not None or not wide
+        self._bounds.update({} if bound is None else dict.fromkeys(left, bound))
+        return bound is not None
+
     def _beaten_together(self, setup: Setup, few: Sequence[Setup], looks: Mapping[LogicalMesh, Solution]) -> bool:
         """Returns whether no order of a mesh's axes can beat a mesh of fewer axes, which is the best so far; keeps their bound.
 
         This is tried only while every mesh of as many axes is beaten, or proven to be the best.
         """
-        alike = _orders_of(setup, few)
+        alike = orders_of(setup.mesh, [own.mesh for own in few])
         wide = [look.lower_bound for mesh, look in looks.items() if len(mesh.axes) == len(setup.mesh.axes)]
         if len(alike) < 2 or not wide or not _is_free(setup) or any(mesh in looks for mesh in alike):
             return False
@@ -215,30 +237,31 @@ class Budgets:
     def _fastest_of_all(self) -> Found:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
-        for number, setup in enumerate(self._setups):
+        for number, setup in enumerate(own for turn in self._turns for own in self._bounded(turn)):
             known_s = float("inf") if best is None else best.cost_s
-            self._bound_turn(setup, known_s)
             if setup.mesh in self._bounds:
                 continue
             known = "" if best is None else f"; so far {seconds_text(best.cost_s)} a step on {mesh_text(best.setup.mesh)}"
             tell(f"mesh {number + 1} of {len(self._setups)}, {mesh_text(setup.mesh)}{known}")
             found = self._beaten_in_any_order(setup, known_s) or self._meshes.fastest_on(setup, known_s)
             self._bounds[setup.mesh] = found.lower_bound_s
-            _log_mesh(setup.mesh, found)
+            log_mesh(setup.mesh, found)
             if isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 best = self._best = found
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
 
-    def _bound_turn(self, setup: Setup, known_s: float) -> None:
-        """Bounds the meshes of a turn together, before the first of them is searched."""
-        turn = next((own for own in self._turns if own[0] is setup), [])
-        if len(turn) > 1:
-            self._bound_together(setup, [own.mesh for own in turn], known_s)
+    def _bounded(self, turn: list[Setup]) -> list[Setup]:
+        """Bounds the meshes of a turn together, and returns them in the order in which they are searched."""
+        if len(turn) == 1:
+            return turn
+        known_s = math.inf if self._best is None else self._best.cost_s
+        bound = self._bound_together(turn[0], [own.mesh for own in turn], known_s)
+        return turn if bound is not None else self._meshes.cheaper_first(turn)
 
     def _beaten_in_any_order(self, setup: Setup, known_s: float) -> Beaten | None:
         """Bounds the meshes of three axes of the same sizes together, before the first of them is searched."""
-        alike = _orders_of(setup, self._setups)
+        alike = orders_of(setup.mesh, [own.mesh for own in self._setups])
         is_first = alike[0] == setup.mesh and len(alike) > 1
         if len(setup.mesh.axes) < MAX_AXES or not is_first or not _is_free(setup) or math.isinf(known_s):
             return None
@@ -319,7 +342,7 @@ class Budgets:
             fastest = self._fastest._replace(setup=setup)
             found = self._meshes.within(budget, fastest, known_s, bounds[mesh], insists=best is not None, is_later=is_later)
             bounds[mesh] = max(bounds[mesh], found.lower_bound_s)
-            _log_mesh(mesh, found, budget.options.memory_bytes)
+            log_mesh(mesh, found, budget.options.memory_bytes)
             short.pop(mesh, None)
             if isinstance(found, Shortfall):
                 short[mesh] = found
@@ -335,18 +358,12 @@ class Budgets:
         return best, short
 
 
-def _narrow_and_even_first(setup: Setup) -> tuple[int, int]:
-    """The order of first looks: fewest axes first, then those whose largest axis is the smallest."""
-    return len(setup.mesh.axes), max(setup.mesh.shape)
-
-
 def _expected(look: Solution) -> float:
     """Returns the logarithm of the cost that a first look promises; equal up to a millionth, lest names of meshes decide.
 
-    The bound comes near the least cost sooner than the look's plan does.
+    The bound comes near the least cost sooner than the look's plan does, so it alone counts.
     """
-    promised_s = _TRUST * look.lower_bound + (1 - _TRUST) * look.cost
-    return round(math.log(max(promised_s, sys.float_info.min)), 6)
+    return round(math.log(max(look.lower_bound, sys.float_info.min)), 6)
 
 
 def _cheapest_of(looks: Mapping[LogicalMesh, Solution]) -> LogicalMesh:
@@ -354,33 +371,15 @@ def _cheapest_of(looks: Mapping[LogicalMesh, Solution]) -> LogicalMesh:
     return min(looks, key=lambda mesh: looks[mesh].cost)
 
 
-def _orders_of(setup: Setup, setups: Sequence[Setup]) -> list[LogicalMesh]:
-    """Lists the meshes whose axes have the sizes of a set-up's mesh, in any order."""
-    sizes = sorted(setup.mesh.shape)
-    return [other.mesh for other in setups if sorted(other.mesh.shape) == sizes]
-
-
 def _are_many(setups: Sequence[Setup]) -> bool:
     """Returns whether there are meshes of many sizes of several axes, on which nothing is pinned or coupled."""
-    sizes = {tuple(sorted(setup.mesh.shape)) for setup in setups if len(setup.mesh.axes) > 1}
+    sizes = {sizes_of(setup.mesh) for setup in setups if len(setup.mesh.axes) > 1}
     return len(sizes) >= _MANY_SIZES and all(_is_free(setup) and not setup.couplings for setup in setups)
 
 
 def _is_free(setup: Setup) -> bool:
     """Returns whether nothing is pinned, so that a set-up says the same on a mesh with its axes in another order."""
     return not (setup.pins or setup.partial_pins or setup.forced)
-
-
-def _log_mesh(mesh: LogicalMesh, found: Found | Shortfall | Beaten, memory_bytes: int | None = None) -> None:
-    """Logs what came of the search of a mesh."""
-    if not _LOG.isEnabledFor(logging.INFO):
-        return
-    within = "" if memory_bytes is None else f" within {bytes_text(memory_bytes)} per device"
-    if isinstance(found, Found):
-        what = f"{seconds_text(found.cost_s)} a step"
-    else:
-        what = "no plan" if isinstance(found, Shortfall) else f"no plan below {seconds_text(found.lower_bound_s)} a step"
-    _LOG.info("Mesh %s: %s%s.", mesh_text(mesh), what, within)
 
 
 def _as_result(found: Found | Shortfall) -> Found | Shortfall:

@@ -89,6 +89,9 @@ def extended(mesh: LogicalMesh, shape: tuple[int, ...]) -> IntArray:
 
 @lru_cache(maxsize=1024)
 def whole_words(mesh: LogicalMesh, shape: tuple[int, ...], num_bytes: int) -> BoolArray:
-    """Returns whether XLA scatters into a sharding along a dimension by a reduce_scatter, as [number, dim]."""
-    slices = axis_codes(mesh).slices[domain(mesh, shape).rows]
-    return are_scattered(-(-np.array(shape, dtype=np.int64) // slices), num_bytes)
+    """Returns whether XLA scatters into a sharding along a dimension by a reduce_scatter, as [mesh, number, dim].
+
+    There are several meshes if `mesh` stands for meshes of several sizes.
+    """
+    rows, sizes = domain(mesh, shape).rows, np.array(shape, dtype=np.int64)
+    return np.array([are_scattered(-(-sizes // each[rows]), num_bytes) for each in axis_codes(mesh).each])

@@ -19,7 +19,7 @@ from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
 from spmdctx.ir.graph import LITERAL, Graph, Op, Value, item_bytes
-from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.ir.mesh import LogicalMesh, parts_of
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.ir.rule import DimFactors, FactorKind
 from spmdctx.ir.sharding import AxisNames
@@ -142,7 +142,7 @@ def _legal_rows(rule: _Dims, rows: IntArray, codes: AxisCodes) -> IntArray:
         complete = np.ones(len(rows), dtype=bool)
         for factor in factors:
             legal &= complete | (rows[:, factor] == 0)
-            complete &= codes.slices[rows[:, factor]] == rule.sizes[factor]
+            complete &= (codes.each[:, rows[:, factor]] == rule.sizes[factor]).any(axis=0)
     return rows[legal]
 
 
@@ -212,8 +212,12 @@ class _StateBuilder:
         return count * math.prod(value.shape)
 
     def _all_compute_s(self) -> FloatArray:
-        """Returns the seconds that each split computes, which depend only on the numbers of slices of the factors."""
-        slices = self._codes.slices[self._split.rows]
+        """Returns the seconds that each split computes, the least of those on the meshes for which this one stands."""
+        found = [self._sliced_s(each[self._split.rows]) for each in self._codes.each]
+        return found[0] if len(found) == 1 else np.minimum.reduce(found)
+
+    def _sliced_s(self, slices: IntArray) -> FloatArray:
+        """Returns the seconds of each split, which depend only on the numbers of slices of the factors."""
         firsts, alike = _alike(slices)
         known, seconds = _seconds_of(self._graph, self._op, self._topology), []
         for own in map(tuple, slices[firsts].tolist()):
@@ -282,10 +286,10 @@ class _StateBuilder:
         rest_s = known.fixed_s[alike, added] + payload // self._codes.slices[added] * known.s_per_byte[alike, added]
         seconds = self._collective_s("reduce_scatter", payload, added)
         if self._topology.compiler.scatters_strictly:
-            scatters = whole_words(self._mesh, shape, self._bytes[0] // max(1, math.prod(shape)))[stored, dims]
+            scatters = whole_words(self._mesh, shape, self._bytes[0] // max(1, math.prod(shape)))[:, stored, dims]
             if part.is_ordered:
                 scatters = scatters & known.follows[alike, added]
-            seconds = np.where(scatters, seconds, self._collective_s("all_reduce", payload, added))
+            seconds = np.where(scatters, seconds, self._collective_s("all_reduce", payload, added)).min(axis=0)
         seconds = self._compute_s[part.split[places]] + self._exposed * (seconds + rest_s)
         self._add(part.item[places], part.split[places], part.unreduced_in[places], stored[:, None], 0, seconds)
 
@@ -304,7 +308,8 @@ class _StateBuilder:
         dtypes = [self._graph.values[value].dtype for value in (self._op.operands[0], self._op.results[position])]
         prices = [collective_price("all_gather", axes, self._mesh, self._topology) for axes in part.over]
         fixed_s, s_per_byte = np.array(prices).T[:, part.alike]
-        ways = np.array([self._mesh.num_slices(axes) for axes in part.over], dtype=np.int64)[part.alike]
+        meshes = parts_of(self._mesh)
+        ways = np.array([min(mesh.num_slices(axes) for mesh in meshes) for axes in part.over], dtype=np.int64)[part.alike]
         candidates = payload // item_bytes(dtypes[1]) * ways
         first, second = (fixed_s + candidates * item_bytes(dtype) * s_per_byte for dtype in dtypes)
         both: FloatArray = first + second

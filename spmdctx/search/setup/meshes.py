@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 
 from spmdctx.ir.collective import COLLECTIVE_KINDS
@@ -24,6 +24,21 @@ def candidate_meshes(num_devices: int, topology: Topology, max_axes: int = MAX_A
             mesh = LogicalMesh.of(sizes)
             kept.setdefault(_prices(mesh, topology), mesh)
     return list(kept.values())
+
+
+def sizes_of(mesh: LogicalMesh) -> tuple[int, ...]:
+    """Returns the sizes of a mesh's axes, sorted."""
+    return tuple(sorted(mesh.shape))
+
+
+def orders_of(mesh: LogicalMesh, meshes: Iterable[LogicalMesh]) -> list[LogicalMesh]:
+    """Lists those of `meshes` whose axes have the sizes of a mesh, in any order."""
+    return [other for other in meshes if sizes_of(other) == sizes_of(mesh)]
+
+
+def narrow_and_even_first(mesh: LogicalMesh) -> tuple[int, int]:
+    """Returns what sorts meshes by the number of their axes, then by the size of the largest."""
+    return len(mesh.axes), max(mesh.shape)
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:

@@ -19,7 +19,7 @@ from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
-from spmdctx.search.setup.meshes import candidate_meshes
+from spmdctx.search.setup.meshes import candidate_meshes, sizes_of
 from spmdctx.search.setup.request import Request, Setup
 from tests.oracles import exhaustive_tables
 from tests.oracles.exhaustive import Conditions, exhaustive
@@ -476,4 +476,29 @@ def test_orders_of_two_axes_that_are_beaten_together_hold_no_cheaper_plan(first,
             elif result is not None:
                 assert costs_s[mesh] >= known_s * (1 - 2 * share)
             assert result is None or result.lower_bound_s * (1 - 2e-9) <= costs_s[mesh]
+    assert any(bound is not None for _, bound in bounds)
+
+
+@pytest.mark.parametrize("first", range(6100, 6140, TOGETHER))
+def test_meshes_of_any_size_that_are_beaten_together_hold_no_cheaper_plan(first, monkeypatch):
+    monkeypatch.setattr(searcher_module, "_MANY_SIZES", 2)
+    monkeypatch.setattr(searcher_module, "_NOTHING_TO_GAIN", 3.0)
+    bound_of, bounds = MeshSearch.bound_in_any_size, []
+
+    def bound_in_any_size(self, setup, meshes, known_s):
+        bounds.append((meshes, bound_of(self, setup, meshes, known_s)))
+        return bounds[-1][1]
+
+    monkeypatch.setattr(MeshSearch, "bound_in_any_size", bound_in_any_size)
+    for seed in range(first, first + TOGETHER):
+        made, machine = random_step(seed), random_machine(seed)
+        tried = len(bounds)
+        found = plan_dynamic(_step(made), _request(16), machine, DynamicOptions(max_axes=2, small_program=0))
+        costs_s = {mesh: _search(made, mesh, machine).cost_s for mesh in candidate_meshes(16, machine, 2)}
+        truth = min(costs_s.values())
+        assert truth * (1 - 1e-9) <= found.cost_s <= truth * (1 + 2e-3)
+        assert found.lower_bound_s <= truth * (1 + 1e-9)
+        for meshes, bound in bounds[tried:]:
+            assert len(set(map(sizes_of, meshes))) > 1
+            assert bound is None or all(bound <= costs_s[mesh] * (1 + 1e-9) for mesh in meshes)
     assert any(bound is not None for _, bound in bounds)
