@@ -172,7 +172,8 @@ def _beside(program: Program, machine: str, folder: Path, scratch: Path) -> str:
     num = plan.logical_mesh.num_devices
     lowered = program.lower(gpu_devices(num) if machine == "h100" else tpu_devices(topology)[:num])
     # The planned peak limits TPU's scheduler.
-    key = [lowered.as_text(), topology, plan.cost.memory_bytes, _versions(topology)]
+    limit = 0 if machine == "h100" else plan.cost.memory_bytes
+    key = [lowered.as_text(), topology, limit, _versions(topology)]
     place = folder / f"stage-{_digest(json.dumps(key))}.json"
     if place.exists():
         return place.read_text()

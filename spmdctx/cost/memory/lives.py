@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
-from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_stacks, materialized_values, settled_values
+from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_written, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
 from spmdctx.ir.arrays import IntArray
@@ -243,7 +243,7 @@ class _Liveness:
     def find(self, *, fuses_rows: bool, copies_for_loops: bool) -> StepMemory:
         graph = self.graph
         if copies_for_loops:
-            materialize_stacks(graph, self.materialized)
+            materialize_written(graph, self.materialized)
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         kept = handed_out(graph) if fuses_rows else frozenset()
         self._find_ends()

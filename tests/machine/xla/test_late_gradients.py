@@ -7,7 +7,7 @@ import pytest
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import CPU, GPU, TPU
-from spmdctx.machine.xla.memory.late_gradients import made_in_turn, waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.late_gradients import made_in_turn, updates_wait, waits_in_regions, waits_outside
 from spmdctx.trace.build.build import Argument, build
 
 WIDTH, ROWS = 8, 64
@@ -124,6 +124,28 @@ def test_no_gradient_of_several_regions_is_made_last():
 def test_gradients_outside_of_regions_and_of_the_only_region_may_be_made_last():
     program, single = updated(), program_of(loss, count=1)
     assert made_in_turn(program.graph, program.scopes) == made_in_turn(single.graph, single.scopes) == frozenset()
+
+
+def test_gradients_wait_for_the_next_region_that_communicates_or_the_end():
+    program = updated(remat=True)
+    graph, scopes = program.graph, program.scopes
+    products = sorted(made_in_turn(graph, scopes))
+    regions = [products[:3], products[3:6], products[6:]]
+    begins = [min(index for index, scope in enumerate(scopes) if scope == scopes[own[0]]) for own in regions]
+    end = len(graph.ops) - 1
+
+    def waits(*moving):
+        found = updates_wait(graph, scopes, moving)
+        return [{found[graph.ops[index].results[0]] for index in own} for own in regions]
+
+    assert waits(end) == [{end}] * 3
+    assert waits(regions[1][0]) == [{begins[1]}, {end}, {end}]
+    assert waits(regions[1][0], regions[2][0]) == [{begins[1]}, {begins[2]}, {end}]
+
+
+def test_no_update_waits_without_several_regions():
+    program, single = updated(), program_of(loss, count=1)
+    assert updates_wait(program.graph, program.scopes, [0]) == updates_wait(single.graph, single.scopes, [0]) == {}
 
 
 @pytest.mark.parametrize("fn", [loss, scanned])
