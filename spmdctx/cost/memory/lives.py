@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
-from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_stacks, materialized_values, settled_values
+from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_written, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
 from spmdctx.ir.arrays import IntArray
@@ -30,7 +30,7 @@ from spmdctx.machine.xla.kept.joined_chains import joined_chains
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.images_on_chip import IMAGES_SHARE
 from spmdctx.machine.xla.memory.late_branches import late_branches
-from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.late_gradients import made_in_turn, waits_in_regions, waits_outside
 from spmdctx.machine.xla.memory.library_results import handed_out
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.machine.xla.memory.on_chip import NO_CHIP, OnChip, is_short
@@ -243,7 +243,7 @@ class _Liveness:
     def find(self, *, fuses_rows: bool, copies_for_loops: bool) -> StepMemory:
         graph = self.graph
         if copies_for_loops:
-            materialize_stacks(graph, self.materialized)
+            materialize_written(graph, self.materialized)
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         kept = handed_out(graph) if fuses_rows else frozenset()
         self._find_ends()
@@ -266,6 +266,7 @@ class _Liveness:
             copied = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
             found += copied_for_loops(copied, self.loops, self.runs)
         loop_ends = iteration_ends(graph, self.scopes)
+        in_turn = made_in_turn(graph, self.scopes) if copies_for_loops else frozenset[int]()
         return StepMemory(
             lives=tuple(found),
             materialized=self.materialized,
@@ -276,7 +277,7 @@ class _Liveness:
             firsts=firsts,
             iteration_ends=loop_ends,
             products=needed_products(graph),
-            gradients=gradient_products(graph, self.materialized, loop_ends) if self.is_split else (),
+            gradients=gradient_products(graph, self.materialized, loop_ends, in_turn) if self.is_split else (),
             reads=reads,
             in_carries=tuple(in_carries),
             made=made_lives,

@@ -39,9 +39,9 @@ def materialize_operands(graph: Graph, materialized: bytearray) -> None:
                     value = maker.operands[0]
 
 
-def materialize_stacks(graph: Graph, materialized: bytearray) -> None:
-    """Puts what loops stack up into memory, also where one op alone reads it."""
-    for op in ops_of(graph, (SCAN_EXIT,)):
+def materialize_written(graph: Graph, materialized: bytearray) -> None:
+    """Puts what loops stack up into memory, also where one op alone reads it, and what is scattered, which GPUs do by no comparison."""
+    for op in ops_of(graph, (SCAN_EXIT, "scatter-add")):
         materialized[op.results[0]] = 1
 
 

@@ -30,11 +30,12 @@ class Hiding(NamedTuple):
 
 
 class Collected:
-    """The collectives in the order in which ops need them, the share of each that hides, and the machine that priced it."""
+    """The collectives in the order in which ops need them, the share of each that hides, the machine that priced it, and all such ops."""
 
     def __init__(self, assigned: Assigned) -> None:
         self._origins, self._mesh, self._topology = assigned.graph.origins, assigned.mesh, assigned.topology
         self.rows: list[Collective] = []
+        self.ops: set[int] = set()
         self.shares: list[float] = []
         self.machines: list[Topology] = []
 
@@ -49,6 +50,7 @@ class Collected:
         kind, axes, payload, cause, priced = wanted
         time_s = collective_time_s(priced or kind, payload, axes, self._mesh, machine)
         self.machines.append(machine)
+        self.ops.add(op.id)
         self.rows.append(Collective(kind, axes, payload, time_s, repeats, cause, self._origins[op.id].source))
         self.shares.append(hiding.share)
         return time_s * repeats

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy as np
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.copies import Copies
 from spmdctx.cost.memory.early_updates import Late, early_updates
-from spmdctx.cost.memory.lives import StepMemory, compiled_memory, profile
+from spmdctx.cost.memory.lives import Copy, StepMemory, compiled_memory, profile
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.cost.price.peak import set_peak
@@ -25,6 +25,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.collectives.combining import combines_up_to
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
+from spmdctx.machine.xla.memory.late_gradients import updates_wait
 from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_rows, in_tiles, laid_out, rows_filled_up
 from spmdctx.machine.xla.options import UNLIMITED
@@ -71,8 +72,13 @@ class MemoryCount:
         is_narrow = self._assigned.topology.compiler.narrows_matrix_operands and self.copies.narrow[value]
         return self.copies.is_made_in_place(value) and natural == self._assigned.assignment.values[value] and not is_narrow
 
-    def count(self, bill: Bill) -> None:
-        """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known."""
+    def count(self, bill: Bill, moving: Collection[int] = ()) -> None:
+        """Writes the bytes alive at each op, and the updates that the step waits for, into a bill, when every op is known.
+
+        Args:
+            bill: the bill.
+            moving: the ops for which devices communicate.
+        """
         graph, memory, chip = self._assigned.graph, self._found(bill), self._chip()
         self._mask_rows()
         self._lay_out_images()
@@ -82,8 +88,12 @@ class MemoryCount:
             self.copies.combine(UNLIMITED if self._directives.buckets else most)
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
+        until = self._late_updates(moving) if bill.collectives else {}
+        waiting = [Copy(life.end + 1, until[life.value], sizes[life.value]) for life in memory.lives if life.value in until]
+
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
-            return profile(memory.lives, sizes, len(graph.ops), self.copies.finish(moved, sizes, late), chip, images)
+            copies = [*self.copies.finish(moved, sizes, late), *(copy for copy in waiting if copy.start <= copy.end)]
+            return profile(memory.lives, sizes, len(graph.ops), copies, chip, images)
 
         def fuses(op: Op) -> bool:
             return op.id not in self._directives.unfused_updates
@@ -104,6 +114,11 @@ class MemoryCount:
         if moved_bytes > little_bytes or not is_held or compiler.delays_gradients:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
+
+    def _late_updates(self, moving: Collection[int]) -> Mapping[int, int]:
+        """Returns until when gradients wait for the sums that they are added to, where XLA updates these late."""
+        step = self._assigned.step
+        return updates_wait(step.graph, step.scopes, moving) if self._assigned.topology.compiler.delays_gradients else {}
 
     def _chip(self) -> OnChip:
         return OnChip.of(self._assigned.topology.compiler.scratch_bytes, self._assigned.topology.device)

@@ -81,7 +81,7 @@ class _Biller:
             flops=_sum_in_order(needs.per_op(lambda need: need.flops)),
             split_flops=_sum_in_order(needs.per_op(lambda need: need.split_flops)),
         )
-        self._memory.count(bill)
+        self._memory.count(bill, self._collected.ops)
         return bill
 
     def _communicate(self, needs: Needs) -> None:

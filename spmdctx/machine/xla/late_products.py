@@ -15,7 +15,7 @@ Checked by: tests/machine/xla/test_late_products.py, tests/cost/memory/test_earl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.analysis.chains import Walk, ends_below
@@ -46,19 +46,22 @@ class GradientProduct(NamedTuple):
     read_inside: tuple[int, ...]
 
 
-def gradient_products(graph: Graph, materialized: bytearray, iteration_ends: Sequence[int]) -> tuple[GradientProduct, ...]:
+def gradient_products(
+    graph: Graph, materialized: bytearray, iteration_ends: Sequence[int], in_turn: Container[int] = ()
+) -> tuple[GradientProduct, ...]:
     """Returns the products that may run last; they depend on no sharding.
 
     Args:
         graph: The step.
         materialized: A flag for each value: 1 if it exists in memory.
         iteration_ends: The result of `schedule.iteration_ends`.
+        in_turn: Products that do not (`memory.late_gradients`).
     """
     terminal = overlap_candidates(graph).terminal
     chained = op_kinds(graph).flags(lambda op: op.primitive in CHAINED and op.boundary is None).tolist()
     found = []
     for op in ops_of(graph, MATRIX_PRODUCTS):
-        if op.repeats > 1 or iteration_ends[op.id] != op.id:
+        if op.repeats > 1 or iteration_ends[op.id] != op.id or op.id in in_turn:
             continue
         if len(op.results) == 1 and terminal[op.results[0]] and (made := _becomes(graph, op.results[0], chained)):
             read = [value for value in op.operands if materialized[value]]

@@ -86,6 +86,17 @@ def test_what_a_step_closes_over_lives_throughout():
     assert ValueLife(constant, 0, len(program.graph.ops) - 1) in lives(program.graph, program.scopes)
 
 
+@pytest.mark.parametrize("is_gpu", [True, False])
+def test_the_gradient_of_picked_elements_is_scattered_into_memory_on_gpu_alone(is_gpu):
+    def function(x, picked):
+        return jax.grad(lambda x: jnp.exp(x).sum() - jnp.take_along_axis(x, picked, -1).sum())(x)
+
+    program, graph = traced(function, X, jnp.ones((32, 1), int))
+    memory = step_memory(graph, program.scopes, fuses_into_products=not is_gpu, delays_gradients=is_gpu)
+    (scattered,) = [op.results[0] for op in graph.ops if op.primitive == "scatter-add"]
+    assert bool(memory.materialized[scattered]) is is_gpu
+
+
 def test_a_loop_keeps_what_it_stacks_and_what_it_reads_from_its_start_to_its_end():
     def function(x, ws):
         def body(carry, w):

@@ -60,3 +60,27 @@ def test_products_wait_where_a_pass_communicates(monkeypatch, topology, little_b
     known = stage_peaks(topology)
     monkeypatch.setattr(memory, "LITTLE_BYTES", little_bytes)
     assert [peak > 1.5 * own for peak, own in zip(stage_peaks(topology), known, strict=True)] == [waits, waits]
+
+
+def test_gradients_wait_for_sums_on_gpu_where_devices_communicate(monkeypatch):
+    @jax.checkpoint
+    def perceptron(own, x):
+        return x + jnp.tanh(x @ own["up"]) @ own["down"]
+
+    def loss(params, x):
+        for own in params["layers"]:
+            x = perceptron(own, x)
+        return jnp.mean((x @ params["out"]) ** 2)
+
+    def descend(params, batch):
+        return jax.tree.map(lambda old, new: old - 0.1 * new, params, spmdctx.grad(loss)(params, batch))
+
+    def peaks():
+        layers = [{name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in {"up": (512, 2048), "down": (2048, 512)}.items()}] * 8
+        args = {"out": jax.ShapeDtypeStruct((512, 1024), "float32"), "layers": layers}, jax.ShapeDtypeStruct((1024, 512), "float32")
+        options = {"topology": "h100", "device_num": 4, "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
+        return [stage.memory_bytes for stage in spmdctx.plan(descend, *args, parallel_mode="auto_parallel", **options).stages]
+
+    known = peaks()
+    monkeypatch.setattr(memory, "updates_wait", lambda *_: {})
+    assert all(own < peak for own, peak in zip(peaks(), known, strict=True))

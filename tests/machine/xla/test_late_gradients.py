@@ -7,7 +7,7 @@ import pytest
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import CPU, GPU, TPU
-from spmdctx.machine.xla.memory.late_gradients import waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.late_gradients import made_in_turn, updates_wait, waits_in_regions, waits_outside
 from spmdctx.trace.build.build import Argument, build
 
 WIDTH, ROWS = 8, 64
@@ -36,11 +36,11 @@ def program_of(fn, count=3):
     return build(jaxpr, [Argument("", Role.PARAMETER)] * len(jaxpr.jaxpr.invars))
 
 
-def updated():
-    """Adds the gradients of plain layers to sums, as the backward pass of a stage does."""
+def updated(*, remat=False):
+    """Adds the gradients of layers to sums, as the backward pass of a stage does."""
 
     def fn(params, x, sums):
-        gradients = jax.grad(lambda params, x: loss(params, x, remat=False))(params, x)
+        gradients = jax.grad(lambda params, x: loss(params, x, remat=remat))(params, x)
         return jax.tree.map(lambda own, gradient: own + gradient, sums, gradients)
 
     shapes = {"up": (WIDTH, 2 * WIDTH), "mix": (2 * WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
@@ -110,6 +110,42 @@ def test_all_gradients_of_a_loop_wait_for_the_end_of_its_iteration():
         kept = {life.value: life.end for life in memory.lives if life.value in graph.ops[index].operands}
         assert kept
         assert all(end >= waits[index] - 1 for end in kept.values())
+
+
+def test_no_gradient_of_several_regions_is_made_last():
+    program = updated(remat=True)
+    graph, in_turn = program.graph, made_in_turn(program.graph, program.scopes)
+    assert len(in_turn) == 3 * 3
+    every, left = (step_memory(graph, program.scopes, delays_gradients=delays).gradients for delays in (False, True))
+    assert {one.op for one in every} == in_turn
+    assert left == ()
+
+
+def test_gradients_outside_of_regions_and_of_the_only_region_may_be_made_last():
+    program, single = updated(), program_of(loss, count=1)
+    assert made_in_turn(program.graph, program.scopes) == made_in_turn(single.graph, single.scopes) == frozenset()
+
+
+def test_gradients_wait_for_the_next_region_that_communicates_or_the_end():
+    program = updated(remat=True)
+    graph, scopes = program.graph, program.scopes
+    products = sorted(made_in_turn(graph, scopes))
+    regions = [products[:3], products[3:6], products[6:]]
+    begins = [min(index for index, scope in enumerate(scopes) if scope == scopes[own[0]]) for own in regions]
+    end = len(graph.ops) - 1
+
+    def waits(*moving):
+        found = updates_wait(graph, scopes, moving)
+        return [{found[graph.ops[index].results[0]] for index in own} for own in regions]
+
+    assert waits(end) == [{end}] * 3
+    assert waits(regions[1][0]) == [{begins[1]}, {end}, {end}]
+    assert waits(regions[1][0], regions[2][0]) == [{begins[1]}, {begins[2]}, {end}]
+
+
+def test_no_update_waits_without_several_regions():
+    program, single = updated(), program_of(loss, count=1)
+    assert updates_wait(program.graph, program.scopes, [0]) == updates_wait(single.graph, single.scopes, [0]) == {}
 
 
 @pytest.mark.parametrize("fn", [loss, scanned])

@@ -8,19 +8,26 @@ What XLA does: in a program for several devices its latency-hiding scheduler ord
     In a loop over layers they run at the end of each iteration. Without regions and loops the gradient of every layer is made when the
     chain has ended, so that all cotangents live until then; those of convolutions are made in turn. A program for one device is ordered
     so that what frees memory runs first: no product waits there.
+    Updates that nothing waits for hide collectives: they run in the next region that has some, or else last, and their gradients wait.
+    In a program without collectives that scheduler does nothing, and updates follow their region.
+    None of these gradients is made at the end of the step, whatever takes it (`machine.xla.late_products`): barriers read those of most
+    regions, and those of the last one are made in turn, too.
 Seen in: CUDA plugin 0.10.2 for 8 x H100: decoders of 6 and 8 recomputed layers take 1.2 to 1.6 times as much memory as with barriers
-    behind the layers; stages of 8 unrolled layers were planned at 0.77 to 0.80 of what they take with gradients made in turn
-    (benchmarks/RESULTS.md). TPU's scheduler has a limit of memory instead (`machine.xla.memory.scheduler_limit`).
+    behind the layers; with barriers, stages were planned at 1.1 to 2.6 times what they take if gradients were to be made last, and at
+    0.75 to 0.88 without gradients that wait for updates. Stages of 8 unrolled layers were planned at 0.77 to 0.80 of what they take with
+    gradients made in turn (benchmarks/RESULTS.md). TPU's scheduler has a limit of memory instead (`machine.xla.memory.scheduler_limit`).
 Switch: none: `LATE_ON`, and a property of compilers that follows from other switches
 Priced by: cost.memory.lives counts on several devices as if the gradients of a recomputed region were made at its end, and others when
-    something reads them.
+    something reads them; cost.price.memory, that gradients wait for late updates.
 Written or prevented by: lowering.rewrite.waiting.early_gradients
-Checked by: tests/machine/xla/test_late_gradients.py, tests/lowering/test_early_gradients.py
+Checked by: tests/machine/xla/test_late_gradients.py, tests/lowering/test_early_gradients.py, tests/lowering/test_stage_peaks.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -44,12 +51,8 @@ def waits_in_regions(graph: Graph, scopes: Sequence[int]) -> dict[int, int]:
         graph: the step, which runs on more than one device.
         scopes: per op the computation that it belongs to (`Program.scopes`).
     """
-    scope_of, terminal = np.array(scopes, dtype=np.int64), overlap_candidates(graph).terminal
-    outside, loops = {_TOP}, set(scope_of[executions(graph) > 1].tolist())
-    products: dict[int, list[int]] = {}
-    for index in np.flatnonzero(of_primitives(graph, HEAVY)).tolist():
-        if scopes[index] not in outside and all(map(terminal.__getitem__, graph.ops[index].results)):
-            products.setdefault(scopes[index], []).append(index)
+    scope_of = np.array(scopes, dtype=np.int64)
+    loops, products = set(scope_of[executions(graph) > 1].tolist()), _gradients_inside(graph, scopes)
     found: dict[int, int] = {}
     for scope, own in products.items():
         half = -(-len(own) // 2)
@@ -59,6 +62,48 @@ def waits_in_regions(graph: Graph, scopes: Sequence[int]) -> dict[int, int]:
             readers = [reader.id for value in op.results for reader in graph.readers[value]]
             if readers and all(reader in found and scopes[reader] == scopes[op.id] for reader in readers):
                 found[op.id] = found[readers[0]]
+    return found
+
+
+def made_in_turn(graph: Graph, scopes: Sequence[int]) -> frozenset[int]:
+    """Returns the products that only make gradients of recomputed regions, where there are several: none runs at the end of the step.
+
+    Args:
+        graph: the step, which runs on more than one device.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
+    """
+    products = _gradients_inside(graph, scopes)
+    return frozenset(chain.from_iterable(products.values())) if len(products) > 1 else frozenset()
+
+
+def updates_wait(graph: Graph, scopes: Sequence[int], moving: Collection[int]) -> dict[int, int]:
+    """Returns until when gradients of recomputed regions wait for what reads them, where there are several regions.
+
+    That is the beginning of the next region in which devices communicate, or else the end of the step.
+
+    Args:
+        graph: the step, in which devices communicate.
+        scopes: per op the computation that it belongs to (`Program.scopes`).
+        moving: the ops for which they do.
+    """
+    products, found = _gradients_inside(graph, scopes), dict[int, int]()
+    if len(products) < 2:
+        return found
+    first = {scope: index for index, scope in reversed(list(enumerate(scopes)))}
+    busy = sorted({first[scopes[index]] for index in moving if scopes[index] != _TOP})
+    for own in products.values():
+        place = bisect_right(busy, own[0])
+        until = busy[place] if place < len(busy) else len(graph.ops) - 1
+        found.update((value, until) for index in own if graph.ops[index].repeats == 1 for value in graph.ops[index].results)
+    return found
+
+
+def _gradients_inside(graph: Graph, scopes: Sequence[int]) -> dict[int, list[int]]:
+    """Returns the products that only make gradients, by the computation inside of which they stand, in the order of the graph."""
+    terminal, found = overlap_candidates(graph).terminal, dict[int, list[int]]()
+    for index in np.flatnonzero(of_primitives(graph, HEAVY)).tolist():
+        if scopes[index] != _TOP and all(map(terminal.__getitem__, graph.ops[index].results)):
+            found.setdefault(scopes[index], []).append(index)
     return found
 
 
