@@ -2,11 +2,11 @@
 
 import itertools
 import random
-import time
 
 import pytest
 
 from spmdctx.pipeline.cut.choose import BALANCED, SLACK, Range, choose_cuts, even_cuts
+from tests.pace import paced
 
 
 def sizes(costs, places):
@@ -82,13 +82,12 @@ def test_there_are_no_more_chunks_than_equations():
     assert choose_cuts([1.0, 2.0], [1.0], 3) is None
 
 
-def test_a_long_line_is_cut_in_under_a_second_where_little_crosses():
+def test_a_long_line_is_cut_in_a_moment_where_little_crosses():
     layers, length = 80, 75
     costs = [1.0] * (layers * length)
     crossing = [1.0 if (place + 1) % length == 0 else 3.0 + place % 5 for place in range(len(costs) - 1)]
-    start = time.process_time()
-    found = choose_cuts(costs, crossing, 8)
-    assert time.process_time() - start < 1
+    found, turns = paced(lambda: choose_cuts(costs, crossing, 8))
+    assert turns < 100
     assert found.crossing == 7
     assert found.largest == 10 * length
 
