@@ -15,6 +15,10 @@ from spmdctx.wording import bytes_text, counted, seconds_text
 
 IN_TURNS = "Gradients are reduced in every micro-batch, not once per step: sums that wait do not fit in the memory."
 
+IN_LESS_TIME = (
+    "Gradients are reduced in every micro-batch, not once per step: sums that wait fit in the memory only with splits that take longer."
+)
+
 BY_INDEX = (
     "Gradients are reduced in every micro-batch, not once per step: buckets by index ask for it. Without all_reduce_fusion_config they are "
     "reduced once."
@@ -60,7 +64,7 @@ def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], fit: Callable[[C
     found, later = _fitted(in_turns, fit, room)
     if error is None and (later is not None or fitted.found.total_s <= found.found.total_s):
         return fitted
-    found.found.notes.append(IN_TURNS)
+    found.found.notes.append(IN_TURNS if error is not None else IN_LESS_TIME)
     return _or_raised(found, later, is_binding=is_binding)
 
 

@@ -211,6 +211,7 @@ def test_sums_that_fit_at_a_high_price_wait_if_that_is_faster(monkeypatch, fitte
     found = own.chosen(monkeypatch, is_binding=False)
     assert (bool(found.reductions), found.total_s) == (waits, fitted_s if waits else 1.25)
     assert own.planned == [True, False, False]
+    assert found.notes == ([] if waits else [reduced.IN_LESS_TIME])
 
 
 @pytest.mark.parametrize(("peaks", "cause"), [((140, 120), "in turns"), ((110, 115), "that wait")])
