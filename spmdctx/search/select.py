@@ -209,6 +209,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         options.max_mesh_axes,
         is_brief=options.is_brief,
         is_rough=options.is_rough,
+        is_of_a_part=options.is_a_room,
         is_interruptible=options.is_interruptible,
     )
     is_asked = options.memory_bytes is not None

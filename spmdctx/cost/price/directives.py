@@ -87,7 +87,7 @@ def directives_of(assigned: Assigned, context: AutoParallelContext, *, has_regio
         has_regions: whether any op is inside a `shard()` region.
     """
     graph, assignment, mesh = assigned.graph, assigned.assignment, assigned.mesh
-    directives = priced_directives(assigned)
+    directives = _machine_directives(assigned)
     if mesh.num_devices == 1:
         return directives
     if asks_for_groups(context, mesh, has_regions=has_regions):
@@ -106,7 +106,12 @@ def asks_for_groups(context: AutoParallelContext, mesh: LogicalMesh, *, has_regi
 
 
 def priced_directives(assigned: Assigned) -> Directives:
-    """Returns the directives that searches price: those that follow from the machine, with every sum reduced where it is made."""
+    """Returns the directives that searches price: those that follow from the machine, and the sums of loops that wait for their end."""
+    return with_loop_sums(_machine_directives(assigned), assigned.graph, assigned.assignment, assigned.mesh)
+
+
+def _machine_directives(assigned: Assigned) -> Directives:
+    """Returns the directives that follow from the machine, with every sum reduced where it is made."""
     graph, assignment, mesh, topology = assigned.graph, assigned.assignment, assigned.mesh, assigned.topology
     return Directives(
         all_to_all=topology.preferences.allows_all_to_all,

@@ -43,7 +43,7 @@ def price(
         assignment: a sharding for each of its ops and values.
         mesh: the mesh.
         topology: the machine.
-        directives: what the program says besides shardings; if None, every sum is reduced where it is made, and in no bucket.
+        directives: what the program says besides shardings; if None, nothing is in a bucket, and sums of loops wait where they can.
         written: the collectives that the user wrote into the program.
     """
     assigned = Assigned(step, assignment, mesh, topology)

@@ -191,3 +191,8 @@ ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
 
 # If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
 QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)),), enough=_ENOUGH)
+
+_ENOUGH_OF_A_PART = 0.02
+
+# Of many parts that are planned one by one, the last percent of one is worth no long search.
+PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH_OF_A_PART)),))

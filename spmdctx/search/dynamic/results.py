@@ -32,6 +32,7 @@ class DynamicOptions:
         limits: parameters of the search.
         max_axes: of the meshes that are tried; None for three if the program has at most `small_program` ops, else two.
         is_soft: whether the budget is not the user's, so that little time is spent on it.
+        is_of_a_part: whether the program is one of many parts that are planned one by one, so that less is spent on such a budget.
         is_likely: whether the likely peak is to be within the budget, and not the safe one.
         wants_any: whether any plan within the budget will do.
         is_brief: whether this is one of many budgets, so that little work is spent on proofs.
@@ -48,6 +49,7 @@ class DynamicOptions:
     limits: AlgoLimits = field(default_factory=AlgoLimits)
     max_axes: int | None = None
     is_soft: bool = False
+    is_of_a_part: bool = False
     is_likely: bool = False
     wants_any: bool = False
     is_brief: bool = False
@@ -82,7 +84,9 @@ class DynamicOptions:
             return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.THOROUGH_PLAN
         if self.is_rough:
             return effort.ROUGH_PLAN
-        return effort.QUICK_PLAN_OR_NONE if len(step.graph.ops) >= self.large_program else effort.QUICK_PLAN
+        if len(step.graph.ops) < self.large_program:
+            return effort.QUICK_PLAN
+        return effort.PART_PLAN_OR_NONE if self.is_of_a_part else effort.QUICK_PLAN_OR_NONE
 
 
 class Found(NamedTuple):

@@ -27,7 +27,7 @@ def priced(program: Program, assigned: Assigned, context: AutoParallelContext, w
     """Returns the bill of an assignment, with the collectives `written` in the program, and the plan's directives."""
     step, assignment, mesh, topology = assigned.step, assigned.assignment, assigned.mesh, assigned.topology
     directives = directives_of(assigned, context, has_regions=bool(program.region_ops))
-    if written or directives.buckets or directives.loop_sums.totals:
+    if written or directives.buckets:
         bill = price(step, assignment, mesh, topology, directives, written)
     else:
         # A search may have asked for it already.

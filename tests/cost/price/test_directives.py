@@ -12,11 +12,13 @@ from spmdctx.cost.price import price
 from spmdctx.cost.price.assigned import Assigned, Step
 from spmdctx.cost.price.directives import Directives, completed, directives_of, priced_directives, with_copies
 from spmdctx.cost.step import bill_of
+from spmdctx.ir.analysis.loop_sums import NO_HOLDS
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.topology import Preferences, as_asked
 from spmdctx.step.planning import bills
 from spmdctx.step.planning.planner import plan_program
+from spmdctx.step.planning.request import step_of
 from spmdctx.trace.scope.settings import Settings
 from tests.road import CPU, MESH, spread, trace
 from tests.trace.capture import capture
@@ -89,6 +91,26 @@ def test_a_bill_without_directives_has_those_that_it_would_be_given():
     own = bill_of(case.step, case.assignment, case.mesh, case.topology)
     given = price(case.step, case.assignment, case.mesh, case.topology, priced_directives(case))
     assert (own.collectives, own.memory_profile) == (given.collectives, given.memory_profile)
+
+
+@pytest.mark.parametrize("device", ["tpu-v5p", "h100"])
+def test_a_search_bills_sums_of_micro_batches_once_a_step_as_the_plan_does(device):
+    """Billed in every micro-batch, each would stay in memory until the iteration ends, and plans that fit would be rejected."""
+
+    def accumulated(weights, x):
+        return spmdctx.grad(lambda weights, x: jnp.mean((jnp.tanh(x @ weights[0]) @ weights[1]) ** 2))(weights, x)
+
+    weights = [jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)] * 2
+    options = {"parallel_mode": "auto_parallel", "device_num": 8, "topology": device, "grad_accumulation_step": 4}
+    entry = spmdctx.parallel(accumulated, **options)._entry_of((weights, jax.ShapeDtypeStruct((1 << 16, 1024), jnp.bfloat16)), {})
+    found, topology = entry.planned, entry.environment.settings.topology
+    case = Assigned(step_of(found.program, entry.captured), found.assignment, found.mesh, topology)
+    assert found.priced.loop_sums.totals
+    assert priced_directives(case).loop_sums == found.priced.loop_sums
+    own = bill_of(case.step, case.assignment, case.mesh, topology)
+    assert (own.total_s, own.memory_bytes) == (found.plan.cost.total_s, found.plan.cost.memory_bytes)
+    in_turns = price(case.step, case.assignment, case.mesh, topology, replace(found.priced, loop_sums=NO_HOLDS))
+    assert in_turns.communication_s > 2 * own.communication_s
 
 
 def test_what_follows_from_the_assignment_alone_needs_no_machine():

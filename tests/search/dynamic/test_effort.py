@@ -29,6 +29,7 @@ def due(schedule, standing):
         (effort.THOROUGH_PLAN, HASTY),
         (effort.QUICK_PLAN, HASTY._replace(rounds=2)),
         (effort.QUICK_PLAN_OR_NONE, HASTY._replace(rounds=2)),
+        (effort.PART_PLAN_OR_NONE, HASTY._replace(rounds=2)),
     ],
 )
 def test_a_mesh_is_first_searched_by_the_first_effort_alone(schedule, expected):
@@ -44,7 +45,7 @@ def test_where_another_mesh_has_a_plan_the_first_attempt_is_as_exact_as_the_last
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [(effort.THOROUGH_PLAN, [THOROUGH]), (effort.QUICK_PLAN, [QUICK]), (effort.QUICK_PLAN_OR_NONE, [])],
+    [(effort.THOROUGH_PLAN, [THOROUGH]), (effort.QUICK_PLAN, [QUICK]), (effort.QUICK_PLAN_OR_NONE, []), (effort.PART_PLAN_OR_NONE, [])],
 )
 def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(schedule, expected):
     assert due(schedule, NO_PLAN) == expected
@@ -58,6 +59,14 @@ def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule
     assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.later[-1].effort]
     assert due(schedule, found._replace(lower_bound_s=near)) == []
     assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
+
+
+def test_a_part_is_not_improved_by_its_last_two_percent():
+    found = Standing(INFINITE, cost_s=1.0, is_begun=True)
+    for short, is_worth_it in ((0.015, False), (0.03, True)):
+        standing = found._replace(lower_bound_s=1 - short)
+        assert due(effort.PART_PLAN_OR_NONE, standing) == [QUICK] * is_worth_it
+        assert due(effort.QUICK_PLAN_OR_NONE, standing) == [QUICK]
 
 
 def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
@@ -76,6 +85,9 @@ def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
         (101, {"wants_any": True}, effort.HASTY_PLAN),
         (4999, {"is_soft": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True}, effort.QUICK_PLAN_OR_NONE),
+        (4999, {"is_soft": True, "is_of_a_part": True}, effort.QUICK_PLAN),
+        (5000, {"is_soft": True, "is_of_a_part": True}, effort.PART_PLAN_OR_NONE),
+        (5000, {"is_of_a_part": True}, effort.THOROUGH_PLAN),
         (101, {"small_program": 101}, effort.PROVEN_PLAN),
         (101, {"schedule": effort.ANY_PLAN}, effort.ANY_PLAN),
     ],
