@@ -119,27 +119,27 @@ def check_folder(path: str) -> None:
         raise ContextError("--checkpoint-path must be a folder of its own.", got=ascii(path[:80]), need="such as /checkpoints")
 
 
-def check_cpu(text: str) -> None:
+def check_cpu(text: str, option: str = "--cpu") -> None:
     """Checks a number of CPUs.
 
     Raises:
         ContextError: it is no number of thousandths, or more than any machine has.
     """
-    amount = _amount("--cpu", text, "a number of CPUs such as 4, 1.5 or 500m")
+    amount = _amount(option, text, "a number of CPUs such as 4, 1.5 or 500m")
     if (amount * 1000).denominator != 1 or amount > _MOST_CPUS:
-        raise ContextError("--cpu is no number of CPUs.", got=text, need=f"thousandths, from 1m to {_MOST_CPUS}")
+        raise ContextError(f"{option} is no number of CPUs.", got=text, need=f"thousandths, from 1m to {_MOST_CPUS}")
 
 
-def check_memory(text: str) -> None:
+def check_memory(text: str, option: str = "--memory") -> None:
     """Checks an amount of memory.
 
     Raises:
         ContextError: it is no number of bytes that a container could run in.
     """
-    amount = _amount("--memory", text, "an amount such as 16Gi, 500M or 1.5Ti")
+    amount = _amount(option, text, "an amount such as 16Gi, 500M or 1.5Ti")
     if amount.denominator != 1 or not _LEAST_MEMORY <= amount <= _MOST_MEMORY:
         raise ContextError(
-            "--memory is no amount of memory.", got=text, need="whole bytes, from 1Mi to 4Ei; without a unit it counts bytes"
+            f"{option} is no amount of memory.", got=text, need="whole bytes, from 1Mi to 4Ei; without a unit it counts bytes"
         )
 
 
