@@ -85,7 +85,7 @@ def find_operands(captured: Captured, calls: Sequence[SeenCall], options: Gradie
     """
     program = captured.built()
     mesh = options.mesh
-    captured = judged_by_losses(captured, program, calls, mesh)
+    captured = judged_by_losses(captured, program, calls, options)
     graph = program.graph
     leaves = [value for value, leaf in zip(graph.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
     batch = batch_dims(graph, leaves, mesh).found

@@ -10,6 +10,7 @@ import jax.extend.core as jexc
 import jax.numpy as jnp
 import numpy as np
 
+from spmdctx.errors import SpmdctxError, StrategyError
 from spmdctx.gradients.keys import fold
 from spmdctx.gradients.loss import LossCall, Traced
 from spmdctx.gradients.operands import Operand, SeenCall
@@ -18,6 +19,7 @@ from spmdctx.gradients.reduce import is_low_precision
 from spmdctx.gradients.results import Fate, Row, piece_shape, rows_of
 from spmdctx.trace.build.jaxprs.equations import struct_of
 
+_MOST_LISTED, _LONGEST_REASON = 4, 200
 _SUMMED = (Fate.REDUCED, Fate.AVERAGED, Fate.OWN)
 
 
@@ -55,14 +57,39 @@ def traced_in_parts(
     """
     avals = pieces_of(call, operands, options)
     if seen.num_parts == 1:
-        traced = trace(avals)
+        traced = traced_for(seen, call, trace, avals)
         return traced, rows_of(seen, call, traced, operands, options)
     smaller = options._replace(micro_batches=options.micro_batches * seen.num_parts)
-    traced = trace(pieces_of(call, operands, smaller))
+    traced = traced_for(seen, call, trace, pieces_of(call, operands, smaller))
     rows = rows_of(seen, call, traced, operands, smaller)
     joined = side_by_side(call, traced, operands, {row.path: row for row in rows}, avals, seen.num_parts)
     # Without replicas and micro-batches nothing reads how results are joined.
     return joined, rows_of(seen, call, joined, operands, options) if options.acts else rows
+
+
+def traced_for(seen: SeenCall, call: LossCall, trace: Callable[[Sequence[Any]], Traced], avals: Sequence[Any]) -> Traced:
+    """Traces a loss for leaves with fewer rows.
+
+    Raises:
+        StrategyError: the loss takes the rows of the whole batch only: the first trace took those.
+    """
+    try:
+        return trace(avals)
+    except SpmdctxError:
+        raise
+    except Exception as error:
+        pairs = list(zip(call.paths, call.values, avals, strict=True))
+        cut = [f"'{path}' {tuple(own.shape)} of {tuple(whole.shape)}" for path, whole, own in pairs if own.shape != whole.shape]
+        if not cut:
+            raise
+        reason = next(filter(None, map(str.strip, str(error).splitlines())), "")
+        raise StrategyError(
+            f"The loss cannot be traced for the rows of one device or micro-batch: {reason[:_LONGEST_REASON]} ({type(error).__name__})",
+            where=seen.where,
+            got=", ".join(cut[:_MOST_LISTED]) + (f", and {len(cut) - _MOST_LISTED} more" if len(cut) > _MOST_LISTED else ""),
+            need="a loss that takes any number of rows; what is not listed stays whole",
+            fix="take sizes from the shapes, as in x.shape[0]; batch_argnames= says which arguments hold the batch",
+        ) from error
 
 
 def pieces_of(call: LossCall, operands: Sequence[Operand], options: GradientOptions) -> list[jax.ShapeDtypeStruct]:

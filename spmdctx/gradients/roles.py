@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from spmdctx.errors import StrategyError
+from spmdctx.errors import StrategyError, listed
+from spmdctx.gradients.options import GradientOptions
 from spmdctx.ir.analysis.batch import batch_dims
 from spmdctx.ir.analysis.batch_roles import judge
 from spmdctx.ir.graph import LITERAL, Graph, Role
-from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
@@ -18,7 +19,8 @@ from spmdctx.trace.scope.settings import Settings
 
 _MOST_LISTED = 4
 
-_NO_BATCH = "'{path}' is not taken as the batch: {why}; batch_argnames= says it otherwise."
+_NO_BATCH = "{path} is not taken as the batch: {why}; batch_argnames= says it otherwise."
+_NO_BATCHES = "{count} arguments are not taken as the batch: {why}; batch_argnames= says it otherwise. They are {paths}."
 _UNSURE = "'{path}' is taken as the batch, although this is not shown ({why}); batch_argnames= says what is the batch."
 _NAMED = (
     "The loss is not shown to be a sum over the rows of '{path}' ({why}). Each device or micro-batch takes the loss of its own rows, so "
@@ -32,11 +34,12 @@ _REPEATED = (
 
 
 class Call(Protocol):
-    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, and the leaves it differentiates by."""
+    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, what it differentiates by, and its parts."""
 
     where: str
     is_manual: bool
     differentiated: frozenset[int]
+    num_parts: int
 
 
 def refine(captured: Captured, settings: Settings) -> Captured:
@@ -58,7 +61,7 @@ def refine(captured: Captured, settings: Settings) -> Captured:
     return _demoted(captured, graph, demoted) if demoted else replace(captured, program=program)
 
 
-def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call], mesh: LogicalMesh) -> Captured:
+def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call], options: GradientOptions) -> Captured:
     """Returns the step of whose guessed leaves only those are the batch over which its losses are shown to be sums.
 
     Leaves that the user names are the batch; a note says where that is not shown.
@@ -73,12 +76,13 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
         return captured
     leaves = _leaves(captured, graph) if captured.guessed else _named(captured, graph)
     entering = {one.value for one in own if one.leaf != LOSS_VALUE}
-    cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], mesh).found)]
+    cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], options.mesh).found)]
     differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
     verdict = judge(graph, leaves, losses, differentiated, strictly=True)
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
+    notes += _added_notes([paths[leaf] for leaf in sorted(verdict.added - verdict.impure)], calls, options)
     notes += [_REPEATED.format(where=where) for where in dict.fromkeys(graph.origins[op].source for op in sorted(verdict.repeated))]
     if others and not captured.guessed:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
@@ -112,10 +116,21 @@ def _leaves(captured: Captured, graph: Graph) -> list[int]:
 def _demoted(captured: Captured, graph: Graph, others: Mapping[int, str]) -> Captured:
     """Makes leaves plain arguments, and says so."""
     index = {value: number for number, value in enumerate(graph.inputs)}
-    notes = [_NO_BATCH.format(path=captured.inputs[index[leaf]].path, why=why) for leaf, why in sorted(others.items())[:_MOST_LISTED]]
-    if len(others) > _MOST_LISTED:
-        notes.append(f"{len(others) - _MOST_LISTED} more arguments are not taken as the batch for reasons of this kind.")
+    groups: dict[str, list[str]] = {}
+    for leaf, why in sorted(others.items()):
+        groups.setdefault(why, []).append(f"'{captured.inputs[index[leaf]].path}'")
+    notes = [_not_taken(paths, why) for why, paths in list(groups.items())[:_MOST_LISTED]]
+    left = sum(map(len, list(groups.values())[_MOST_LISTED:]))
+    if left:
+        notes.append(f"{left} more arguments are not taken as the batch for reasons of this kind.")
     return replace(captured.without_batch({index[leaf] for leaf in others}), notes=(*captured.notes, *notes))
+
+
+def _not_taken(paths: Sequence[str], why: str) -> str:
+    if len(paths) == 1:
+        return _NO_BATCH.format(path=paths[0], why=why)
+    whys = re.sub("^its ", "their ", re.sub(" depend on it$", " depend on them", why))
+    return _NO_BATCHES.format(count=len(paths), why=whys, paths=listed(paths, _MOST_LISTED))
 
 
 def _impure_notes(paths: Sequence[str]) -> list[str]:
@@ -125,6 +140,21 @@ def _impure_notes(paths: Sequence[str]) -> list[str]:
     return [
         f"The loss is no plain sum over the rows of {listed}: it also reads means or sums over them, as BatchNorm does or the number "
         "of rows in a mask. Each device or micro-batch takes those of its own rows, so the numbers are not those of one device."
+    ]
+
+
+def _added_notes(paths: Sequence[str], calls: Sequence[Call], options: GradientOptions) -> list[str]:
+    """Returns a note on a loss that is a sum and no mean: what is averaged over parts of the batch is a part of it."""
+    micro = options.micro_batches * max(call.num_parts for call in calls)
+    count = micro * options.num_replicas
+    if not paths or count == 1:
+        return []
+    of_gradients = count if options.mean or not options.is_local else micro
+    gradients = "the same" if of_gradients == 1 else f"1/{of_gradients}"
+    rows = listed([f"'{path}'" for path in paths], _MOST_LISTED)
+    return [
+        f"The loss adds up the rows of {rows}, and is no mean over them. Its value is averaged over {count} parts of the batch: it is "
+        f"1/{count} of that of one device, and its gradients are {gradients}. A mean over the rows gives the numbers of one device."
     ]
 
 

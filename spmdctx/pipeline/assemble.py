@@ -13,7 +13,7 @@ from spmdctx.pipeline.schedule.bounds import bubble_of
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
 from spmdctx.pipeline.stages.homes import before_of
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
-from spmdctx.pipeline.stages.notes import is_undivided, undivided_batch
+from spmdctx.pipeline.stages.notes import is_undivided, least_shared, undivided_batch
 from spmdctx.pipeline.stages.transfers import transfers_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline, sharding_of, stages_of
 
@@ -50,10 +50,13 @@ def _notes(pipeline: PlannedPipeline) -> Iterator[str]:
         own = sorted({stage for place in before for stage in pipeline.stages_with(place)})
         stages = f"stage{'s' if len(own) > 1 else ''} {', '.join(map(str, own))}"
         yield f"What the step computes before its loss has no plan: XLA splits it on {stages}, where it is read."
+    by_stage: dict[int, list[str]] = {}
     for number, chunk in enumerate(pipeline.planned):
         for task in (*chunk.tasks.values(), *([pipeline.reductions[number]] if number in pipeline.reductions else [])):
-            own = [note for note in task.planned.plan.notes if not is_undivided(note)]
-            yield from (f"Stage {pipeline.stage_of_chunk(number)}: {note}" for note in own)
+            said = [note for note in task.planned.plan.notes if not is_undivided(note)]
+            by_stage.setdefault(pipeline.stage_of_chunk(number), []).extend(said)
+    for stage, notes in by_stage.items():
+        yield from (f"Stage {stage}: {note}" for note in least_shared(notes))
     yield from undivided_batch(pipeline)
     for programs in pipeline.rounds:
         for one in programs:

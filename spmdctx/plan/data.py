@@ -24,6 +24,15 @@ FORMAT_VERSION = 1
 """The version of plan files; readers refuse other versions."""
 
 
+class WorkForm(Enum):
+    """Sentences about the work of devices."""
+
+    REPEATED = (
+        "Devices repeat each other's work: the step's FLOPs are split {ways} ways on average over {devices} devices; the largest op that "
+        "is not split over all of them is {place}. {remedy}"
+    )
+
+
 class PeakForm(Enum):
     """Sentences about the predicted peak of a plan.
 

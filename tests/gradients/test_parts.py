@@ -142,3 +142,18 @@ def test_a_batch_that_does_not_divide_into_parts_is_refused(options):
 
     with pytest.raises(StrategyError, match=r"into 3 interleaved parts, but its size 32"):
         spmdctx.parallel(step, **options).plan(params(), X, Y)
+
+
+@pytest.mark.parametrize("options", [one for one in MODES if one["parallel_mode"] == "data_parallel" or "grad_accumulation_step" in one])
+def test_a_loss_that_takes_one_number_of_rows_only_is_refused_by_its_line(options):
+    def fixed(params, x, y):
+        return loss(params, x.reshape(32, 2, WIDTH // 2).reshape(32, WIDTH), y)
+
+    def step(params, x, y):
+        return spmdctx.value_and_grad(fixed, has_aux=True)(params, x, y)
+
+    with pytest.raises(StrategyError, match=r"cannot be traced for the rows of one device or micro-batch: cannot reshape") as caught:
+        spmdctx.parallel(step, **options).plan(params(), X, Y)
+    assert "test_parts.py" in str(caught.value)
+    assert "of (32, 8)" in str(caught.value)
+    assert isinstance(caught.value.__cause__, TypeError)

@@ -336,3 +336,47 @@ def test_leaves_of_one_row_are_no_batch_beside_more(mode):
     plan = spmdctx.plan(evaluate, jnp.eye(4), unread, ROWS, parallel_mode=mode)
     assert [leaf.path for leaf in plan.inputs if leaf.role is Role.BATCH] == ["x"]
     assert sum("leaves of one row" in note for note in plan.notes) == 1
+
+
+SUMS = {
+    "squares": lambda w, x, y: jnp.sum((x @ w - y) ** 2),
+    "in a loop": lambda w, x, y: jax.lax.fori_loop(0, 2, lambda _, total: total + jnp.sum((x @ w - y) ** 2), 0.0),
+    "beside a mean": lambda w, x, y: jnp.mean((x @ w) ** 2) + jnp.sum((x @ w - y) ** 2),
+    "cross entropy": lambda w, x, y: -jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(jnp.argmax(y, -1), 16)),
+}
+MEANS = {
+    "mean": lambda w, x, y: jnp.mean((x @ w - y) ** 2),
+    "divided": lambda w, x, y: jnp.sum((x @ w - y) ** 2) / x.shape[0],
+    "rows divided": lambda w, x, y: jnp.sum((x @ w - y) ** 2 / x.shape[0]),
+    "weighed": lambda w, x, y: jnp.vdot(jnp.sum((x @ w - y) ** 2, -1), jnp.full(x.shape[0], 1 / x.shape[0])),
+    "beside a penalty": lambda w, x, y: jnp.mean((x @ w - y) ** 2) + 0.01 * jnp.sum(w**2),
+    "sums of features": lambda w, x, y: jnp.mean(jnp.sum((x @ w - y) ** 2, -1)),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "value", "gradients"),
+    [
+        ({}, "1/8", "1/8"),
+        ({"gradients_mean": False}, "1/8", "the same"),
+        ({"parallel_mode": "semi_auto_parallel", "gradients_mean": False, "grad_accumulation_step": 4}, "1/4", "1/4"),
+        ({"grad_accumulation_step": 2}, "1/16", "1/16"),
+    ],
+)
+@pytest.mark.parametrize("loss", SUMS.values(), ids=SUMS.keys())
+def test_a_loss_that_adds_up_rows_is_said_to_be_averaged(loss, options, value, gradients):
+    local, plain = steps_of(loss)
+    step = parallel(local, **options)
+    (note,) = [note for note in step.plan(W, X, Y).notes if "adds up the rows" in note]
+    assert f"it is {value} of that of one device, and its gradients are {gradients}." in note
+    if loss is SUMS["squares"]:
+        share = 1 / int(value.partition("/")[2])
+        np.testing.assert_allclose(step(W, X, Y)[1], share * plain(W, X, Y)[1], rtol=1e-5)
+
+
+@pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS.keys())
+def test_of_a_mean_over_the_rows_nothing_is_said(loss):
+    local, plain = steps_of(loss)
+    step = parallel(local)
+    assert not any("adds up the rows" in note for note in step.plan(W, X, Y).notes)
+    close(step(W, X, Y), plain(W, X, Y))

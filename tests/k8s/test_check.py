@@ -24,8 +24,14 @@ WRONG = {
         ("a" * 46, "names of its pods"),
         ("é", "--name"),
     ],
-    "image": [("", "--image"), ("a b", "--image"), ("-x", "--image"), ("a;b", "--image")],
-    "command": [((), "needs a script"), (("",), "needs a script"), (("a\0",), "zero byte")],
+    "image": [
+        *(
+            (text, "--image")
+            for text in ("", "a b", "-x", "a;b", "Train:1", "train:", "a//b", "a/", "a:1:2", "https://r/a", "a@sha256:xyz")
+        ),
+        ("a:" + "t" * 129, "--image"),
+    ],
+    "command": [((), "needs a script"), (("",), "needs a script"), (("a\0",), "zero byte"), (("a", "\ud800"), "no text")],
     "processes": [(0, "--processes"), (4097, "--processes"), (True, "--processes"), (1.5, "--processes")],
     "devices": [(0, "--devices-per-process")],
     "device": [("gpu", "--device"), ("huawei.com/Ascend910", "--device")],
@@ -39,12 +45,28 @@ WRONG = {
     "containers": [(2, "dealt out evenly")],
 }
 WRONG_PODS = {
-    "cpu": [("four", "--cpu"), ("-1", "--cpu"), ("0", "more than nothing")],
-    "memory": [("16GB", "--memory"), ("1e3", "--memory")],
+    "cpu": [
+        *((text, "--cpu") for text in ("four", "-1", "\u0664", "4.", "1 ")),
+        ("0", "more than nothing"),
+        *((text, "thousandths") for text in ("0.5m", "0.0001", "16Gi", "1E")),
+    ],
+    "memory": [
+        *((text, "--memory") for text in ("16GB", "16gi", "64K", "\u0664Gi")),
+        *((text, "whole bytes") for text in ("1e3", "16", "500m", "0.5", "16E")),
+        ("0Gi", "more than nothing"),
+    ],
     "claim": [("A", "--claim")],
-    "checkpoint_path": [("relative", "--checkpoint-path"), ("/", "--checkpoint-path"), ("/tmp/", "--checkpoint-path")],
+    "checkpoint_path": [
+        *(
+            (path, "--checkpoint-path")
+            for path in ("relative", "/", "/tmp/", "//tmp", "/tmp/../tmp", "/dev/./shm", "/a:b", "/a\nb", "/a\0")
+        ),
+        *((path, "--checkpoint-path") for path in ("/a/..", "/etc", "/usr/", "/dev", "/proc/x", "/" + "a" * 2000)),
+    ],
     "variables": [
         ((("A B", ""),), "--env"),
+        ((("A", "b\0"),), "zero byte"),
+        ((("A", "\ud800"),), "no text"),
         ((("SPMDCTX_ADDRESS", "x:1"),), "where a process belongs"),
         ((("RAY_ADDRESS", "x"),), "where a process belongs"),
         ((("A", "1"), ("A", "2")), "twice"),
@@ -56,7 +78,16 @@ WRONG_PODS = {
     "labels": [
         ((("a b", ""),), "--label"),
         ((("a", "b c"),), "--label"),
-        ((("app.kubernetes.io/name", "x"),), "the manifest or the operator"),
+        ((("a" * 64, ""),), "--label"),
+        ((("a.b/" + "a" * 64, ""),), "--label"),
+        ((("a..b/c", ""),), "--label"),
+        ((("a.-b/c", ""),), "--label"),
+        (((".".join(["a" * 60] * 5) + "/c", ""),), "before /"),
+        ((("a", "1"), ("a", "2")), "twice"),
+        *(
+            (((name, "x"),), "the manifest or the operator")
+            for name in ("app.kubernetes.io/name", "batch.kubernetes.io/job-name", "job-name")
+        ),
     ],
     "service_account": [("a/b", "--service-account")],
     "pull_secret": [("a/b", "--pull-secret")],
@@ -89,6 +120,8 @@ def test_a_wrong_option_of_pods_is_named(name, value, words):
         (replace(SERVED, servers=Servers(1, 1, mode="lazy")), "--mode"),
         (replace(SERVED, servers=Servers(1, 1, max_staleness=1)), "never late"),
         (replace(SERVED, servers=Servers(1, 1, ray_version="latest")), "--ray-version"),
+        (replace(SERVED, servers=Servers(1, 1, save_every=0)), "--save-every"),
+        (replace(SERVED, servers=Servers(1, 1, mode="async", max_staleness=-1)), "--max-staleness"),
         (replace(SERVED, command=("t.py", "--text", "two words")), "passes shells"),
         (replace(SERVED, pods=Pods(claim="c", token=("t", "token"))), "t:auth_token"),
         (replace(JOB, servers=Servers(mode="async")), "Only a job with servers"),
@@ -116,16 +149,43 @@ def test_options_that_contradict_each_other_are_named(job, words):
         ("v4-8", "2x2x1", 4),
         ("V6E-8", "2x4", 8),
         ("tpu-v5p:4x4x8", "4x4x8", 128),
+        ("v5litepod-16", "4x4", 16),
+        ("v4-4096", "8x16x16", 2048),
+        ("v5p:8x12x16", "8x12x16", 1536),
     ],
 )
 def test_a_slice_is_found_by_its_name(text, topology, chips):
     assert read_slice(text)[1:3] == (topology, chips)
 
 
-@pytest.mark.parametrize("text", ["", "v5e", "v3-8", "v5e-17", "v5p-7", "v5e:2x2x2", "v5p:4x4", "v5e:0x4", "v5e-16 ", "v5e:4x4x", "h100-8"])
+NO_SLICES = ["", "v5e", "v3-8", "v5e-17", "v5p-7", "v5e:2x2x2", "v5p:4x4", "v5e:0x4", "v5e-16 ", "v5e:4x4x", "h100-8"]
+NO_SHAPES = ["v5e:16x1", "v5e:3x4", "v5e:32x32", "v5e:4x2", "v5p:2x2x3", "v5p:4x2x2", "v5p:8x4x4", "v5p:1x1x1", "v5e-\u0661\u0666"]
+
+
+@pytest.mark.parametrize("text", [*NO_SLICES, *NO_SHAPES])
 def test_a_slice_that_there_is_not_is_refused(text):
     with pytest.raises(ContextError):
         read_slice(text)
+
+
+@pytest.mark.parametrize("image", ["r.io:5000/a/b_c/d--e:v1.2@sha256:" + "a" * 64, "localhost/x", "gcr.io/p-1/x:V1_2"])
+def test_any_image_of_a_registry_can_be_named(image):
+    assert not schema_faults(*manifests(replace(JOB, image=image)))
+
+
+@pytest.mark.parametrize(
+    "amounts", [("4", "16Gi"), ("1.5", "1.5Ti"), ("500m", "64000k"), ("1e1", "1e9"), ("4k", "1P"), ("1m", "100000000000")]
+)
+def test_amounts_are_written_as_they_are_given(amounts):
+    (job,) = manifests(replace(JOB, pods=Pods(cpu=amounts[0], memory=amounts[1])))
+    assert not core_faults(job)
+    container = job["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
+    assert tuple(container["resources"]["limits"].values()) == amounts
+
+
+def test_a_queue_may_have_dots():
+    (job,) = manifests(replace(JOB, queue="team.small"))
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team.small"
 
 
 def test_the_longest_name_is_counted_with_its_pods():

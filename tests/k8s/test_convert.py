@@ -7,7 +7,7 @@ import random
 import pytest
 
 from spmdctx.communication.clusters import detect
-from spmdctx.errors import SpmdctxError, UnsupportedError
+from spmdctx.errors import ContextError, SpmdctxError, UnsupportedError
 from spmdctx.k8s.mindspore.convert import Changes, convert
 from tests.k8s.msjobs import CONVERTED, FOLDER, REFUSED, converted, read
 from tests.k8s.replay import containers_of
@@ -146,3 +146,30 @@ def test_whatever_stands_in_a_job_the_error_is_documented():
             node[last] = chance.choice([None, "", "x", "ü\0", -1, 1e9, True, [], {}, [None], ["x"], {"x": None}, [{"name": "x"}], [[]]])
             with contextlib.suppress(SpmdctxError):
                 convert(bad, changes)
+
+
+def _amount(name, amount):
+    return lambda pod: pod["containers"][0].setdefault("resources", {}).setdefault("limits", {}).update({name: amount})
+
+
+WRONG_PARTS = {
+    "memory in other units": (_amount("memory", "16GB"), "Worker: limits.memory"),
+    "half a byte": (_amount("memory", "500m"), "Worker: limits.memory is no amount"),
+    "no memory": (_amount("memory", None), "Worker: limits.memory"),
+    "CPUs in words": (_amount("cpu", "four"), "Worker: limits.cpu"),
+    "CPUs in bytes": (_amount("cpu", "4Gi"), "Worker: limits.cpu is no number"),
+    "a number as a variable": (lambda pod: pod["containers"][0].update(env=[{"name": "A", "value": 3}]), "Worker: the value of a variable"),
+    "a list of labels of nodes": (lambda pod: pod.update(nodeSelector=["a"]), "nodeSelector of the pod must be a mapping"),
+    "one toleration": (lambda pod: pod.update(tolerations={"key": "a"}), "tolerations of the pod must be a list"),
+}
+
+
+@pytest.mark.parametrize(("change", "words"), WRONG_PARTS.values(), ids=WRONG_PARTS.keys())
+def test_what_a_cluster_would_refuse_is_named_with_its_role(change, words):
+    job = copy.deepcopy(read(next(name for name in CONVERTED if CONVERTED[name][0] == "JobSet")))
+    roles = {str(role).lower(): one for role, one in job["spec"]["msReplicaSpecs"].items()}
+    pod = roles["worker"]["template"]["spec"]
+    pod["containers"] = [one for one in pod["containers"] if one["name"] == "mindspore"]
+    change(pod)
+    with pytest.raises(ContextError, match=words):
+        convert(job, Changes(image="x:1", device="nvidia.com/gpu"))

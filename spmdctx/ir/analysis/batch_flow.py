@@ -37,8 +37,9 @@ class Flow(NamedTuple):
     """How a value depends on the batch.
 
     `dims` maps the dimensions that hold rows to the number of rows in each, in pairs. `is_partial` marks rows of which some were
-    already summed. `is_product` marks a statistic that is a product of sums, as in losses that balance experts. `why` says in
-    words what is lost or wrong.
+    already summed. `is_product` marks a statistic that is a product of sums, as in losses that balance experts. `is_scaled` marks
+    what is, as a linear function, multiplied or divided by something that is not of the batch: the number of its rows, maybe. `why`
+    says in words what is lost or wrong.
     """
 
     kind: FlowKind
@@ -47,6 +48,7 @@ class Flow(NamedTuple):
     is_partial: bool = False
     is_product: bool = False
     why: str = ""
+    is_scaled: bool = False
 
     @property
     def is_sum(self) -> bool:
@@ -85,6 +87,7 @@ _JOINTLY_LINEAR = (
     }
 )
 _MULTILINEAR = MATRIX_PRODUCTS | {"mul"}
+_SCALING = _MULTILINEAR | {"div"}
 _EXACT_SUMS = ("float", "bfloat", "complex")
 _INDEXED = frozenset({LOOKED_UP, "dynamic_slice"})
 NUMBERING = frozenset({"iota", "broadcast_in_dim", "reshape", "convert_element_type", "lt", "add", "select_n"})
@@ -119,7 +122,7 @@ class _Follower:
             for op in ops:
                 if flows.keys().isdisjoint(op.operands):
                     continue
-                for value, flow in zip(op.results, self._results(op, flows), strict=True):
+                for value, flow in zip(op.results, self._scaled(op, flows), strict=True):
                     if flow is None:
                         continue
                     # A carry keeps what earlier passes found, so it changes a few times at most.
@@ -129,6 +132,15 @@ class _Follower:
                         if joined != flows.get(start):
                             flows[start], carried[start], again = joined, joined, True
         return flows
+
+    def _scaled(self, op: Op, flows: Flows) -> Sequence[Flow | None]:
+        """Returns the results of an op, with what is known of their scale; only sums of rows as they are have none."""
+        given = [flows.get(value) for value in op.operands if value != LITERAL]
+        known = [flow for flow in given if flow is not None]
+        is_scaled = op.primitive in _SCALING and len(known) < len(op.operands)
+        if op.primitive in _JOINTLY_LINEAR or op.primitive in _SCALING:
+            is_scaled = is_scaled or all(flow.is_scaled for flow in known)
+        return [flow and flow._replace(is_scaled=is_scaled) for flow in self._results(op, flows)]
 
     def _results(self, op: Op, flows: Flows) -> Sequence[Flow | None]:
         given = [flows.get(value) if value != LITERAL else None for value in op.operands]
@@ -274,9 +286,14 @@ def _joined(old: Flow | None, new: Flow) -> Flow:
     if FlowKind.ROWS in (old.kind, new.kind) and later.kind not in (FlowKind.LOST, FlowKind.WRONG):
         if old.dims != new.dims:
             return Flow(FlowKind.LOST, why="a loop carries its rows in another dimension than before")
-        return new._replace(is_impure=old.is_impure or new.is_impure, is_partial=old.is_partial or new.is_partial)
+        return new._replace(
+            is_impure=old.is_impure or new.is_impure,
+            is_partial=old.is_partial or new.is_partial,
+            is_scaled=old.is_scaled or new.is_scaled,
+        )
     is_product = later.is_product and (old.kind is not new.kind or (old.is_product and new.is_product))
-    return later._replace(is_impure=old.is_impure or new.is_impure, is_product=is_product)
+    is_impure, is_scaled = old.is_impure or new.is_impure, old.is_scaled or new.is_scaled
+    return later._replace(is_impure=is_impure, is_product=is_product, is_scaled=is_scaled)
 
 
 def _factors_of_rows(op: Op, position: int, flow: Flow) -> dict[int, int] | None:

@@ -27,7 +27,8 @@ class Verdict(NamedTuple):
 
     `batch` holds the leaves that are a batch, `others` those that are none or not surely one, with the reason. `impure` holds the
     leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
-    ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones.
+    ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones. `added`
+    holds the leaves of `batch` whose rows a loss adds up as they are, so that it is no mean over them.
     """
 
     batch: frozenset[int]
@@ -35,6 +36,7 @@ class Verdict(NamedTuple):
     wrong: frozenset[int]
     impure: frozenset[int]
     repeated: frozenset[int] = frozenset()
+    added: frozenset[int] = frozenset()
 
 
 class _Family(NamedTuple):
@@ -52,11 +54,12 @@ class _Family(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """A family with the worst and the best way in which a loss depends on it, None where none does."""
+    """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows."""
 
     family: _Family
     worst: Flow | None
     best: Flow | None
+    is_added: bool = False
 
 
 def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differentiated: Set[int], *, strictly: bool) -> Verdict:
@@ -86,7 +89,8 @@ def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differen
         others.update(dict.fromkeys(rest, met if one in found else _reason(one)))
         if one.family.is_certain or (one.best is not None and one.best.kind in (FlowKind.WRONG, FlowKind.STATISTIC)):
             wrong.update(rest)
-    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch))
+    added = frozenset(leaf for one in chosen if one.is_added for leaf in one.family.leaves)
+    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added)
 
 
 def _repeated(graph: Graph, ops: Sequence[Op], batch: Set[int]) -> frozenset[int]:
@@ -154,7 +158,8 @@ def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection
     def badness(flow: Flow) -> tuple[int, bool]:
         return (0 if flow.is_sum else flow.rank), flow.is_impure
 
-    return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None))
+    is_added = any(flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled) for flow in reached)
+    return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None), is_added)
 
 
 def _like(graph: Graph, leaves: Set[int], batch: Set[int]) -> frozenset[int]:

@@ -7,24 +7,30 @@ from collections import Counter
 from collections.abc import Iterable
 
 from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.k8s.job.forms import (
+    LABEL,
+    LONGEST_LABEL,
+    LONGEST_OBJECT,
+    NAMESPACE,
+    OBJECT,
+    SECRET_KEY,
+    check_cpu,
+    check_folder,
+    check_image,
+    check_label,
+    check_memory,
+    check_object,
+    check_text,
+    check_variable,
+    match,
+)
 from spmdctx.k8s.job.options import DEVICES, JOBSET, OPERATORS, RAY, TPU, TRAINER, JobOptions, Pods
 from spmdctx.k8s.job.topology import read_slice
 
 MOST_PROCESSES = 4096
 
-_LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
-_OBJECT = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
-_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]*")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_QUANTITY = re.compile(r"\d{1,9}(\.\d{1,6})?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
-_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
-_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?")
-_SECRET_KEY = re.compile(r"[-._A-Za-z0-9]+")
-
-_LONGEST_LABEL, _LONGEST_OBJECT = 63, 253
 _LONGEST_RAY_JOB = 47
-_OWN_VARIABLES = ("SPMDCTX_", "JAX_COORDINATOR_", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_NUM_CPU_DEVICES", "RAY_", "FQ_RAY_IP")
-_OWN_LABELS = ("app.kubernetes.io/", "jobset.sigs.k8s.io/", "kueue.x-k8s.io/queue-name", "ray.io/", "trainer.kubeflow.org/")
+_RAY_VERSION = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+(rc[0-9]+)?")
 
 
 def checked(options: JobOptions) -> JobOptions:
@@ -50,24 +56,25 @@ def checked(options: JobOptions) -> JobOptions:
 
 
 def _check_names(options: JobOptions) -> None:
-    _match("--name", options.name, _LABEL, "small letters, digits and hyphens, from a letter on: it names a Service too (RFC 1035)")
+    match("--name", options.name, LABEL, "small letters, digits and hyphens, from a letter on: it names a Service too (RFC 1035)")
     longest = longest_name(options)
-    if len(longest) > _LONGEST_LABEL:
-        over = len(longest) - _LONGEST_LABEL
+    if len(longest) > LONGEST_LABEL:
+        over = len(longest) - LONGEST_LABEL
         raise ContextError(
             "--name is too long for the names of its pods.", got=f"{options.name}, hence {longest}", need=f"at least {over} letters fewer"
         )
     if options.operator == RAY and len(options.name) > _LONGEST_RAY_JOB:
         raise ContextError("--name is too long for a RayJob.", got=options.name, need=f"at most {_LONGEST_RAY_JOB} letters")
-    _match("--image", options.image, _IMAGE, "an image such as registry.example/train:1")
+    check_image(options.image)
     if not options.command or not all(options.command):
         raise ContextError("A job needs a script.", need="spmdctx k8s manifest SCRIPT --name NAME --image IMAGE")
-    if any("\0" in part for part in options.command):
-        raise ContextError("The script or an argument holds a zero byte.")
-    for option, text in (("--namespace", options.namespace), ("--queue", options.queue)):
-        if text:
-            _match(option, text, re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"), "small letters, digits and hyphens (RFC 1123)")
-    _match("--runtime", options.runtime, _OBJECT, "the name of a ClusterTrainingRuntime", _LONGEST_OBJECT)
+    for part in options.command:
+        check_text("The script or an argument", part)
+    if options.namespace:
+        match("--namespace", options.namespace, NAMESPACE, "small letters, digits and hyphens (RFC 1123)")
+    if options.queue:
+        match("--queue", options.queue, OBJECT, "small letters, digits, hyphens and dots (RFC 1123)")
+    check_object("--runtime", options.runtime, "the name of a ClusterTrainingRuntime")
 
 
 def check_name(name: str) -> str:
@@ -76,7 +83,7 @@ def check_name(name: str) -> str:
     Raises:
         ContextError: there can be no such object.
     """
-    _match("The name", name, _OBJECT, "small letters, digits, hyphens and dots (RFC 1123)", _LONGEST_OBJECT)
+    check_object("The name", name, "small letters, digits, hyphens and dots (RFC 1123)")
     return name
 
 
@@ -119,11 +126,10 @@ def _check_number(option: str, number: object, least: int, most: int) -> None:
 
 
 def _check_pods(pods: Pods) -> None:
-    for option, text in (("--cpu", pods.cpu), ("--memory", pods.memory)):
-        if text:
-            _match(option, text, _QUANTITY, "a quantity such as 4, 500m or 16Gi")
-            if float(re.sub("[A-Za-z]", "", text)) == 0:
-                raise ContextError(f"{option} must be more than nothing.", got=text)
+    if pods.cpu:
+        check_cpu(pods.cpu)
+    if pods.memory:
+        check_memory(pods.memory)
     objects = (
         ("--claim", pods.claim),
         ("--service-account", pods.service_account),
@@ -132,36 +138,27 @@ def _check_pods(pods: Pods) -> None:
     )
     for option, text in objects:
         if text:
-            _match(option, text, _OBJECT, "the name of an object of the cluster (RFC 1123)", _LONGEST_OBJECT)
-    if (
-        not pods.checkpoint_path.startswith("/")
-        or ":" in pods.checkpoint_path
-        or pods.checkpoint_path.rstrip("/") in ("", "/tmp", "/dev/shm")
-    ):
-        raise ContextError(
-            "--checkpoint-path must be a folder of its own.", got=ascii(pods.checkpoint_path[:80]), need="such as /checkpoints"
-        )
+            check_object(option, text, "the name of an object of the cluster (RFC 1123)")
+    check_folder(pods.checkpoint_path)
     _check_number("--user", pods.user, 1, (1 << 31) - 1)
     _check_number("--grace", pods.grace_s, 1, 1 << 20)
     _check_variables(pods)
     for name, value in pods.labels:
-        _match("--label", name, _LABEL_KEY, "a label such as team or example.com/team", _LONGEST_OBJECT)
-        _match("--label", value, _LABEL_VALUE, "a value of at most 63 letters, digits, '-', '_' and '.'")
-        if name.startswith(_OWN_LABELS):
-            raise ContextError("--label sets a label that the manifest or the operator sets.", got=name)
+        check_label(name, value)
+    _check_once("--label", (name for name, _ in pods.labels))
 
 
 def _check_variables(pods: Pods) -> None:
     names = [*(name for name, _ in pods.variables), *(one.name for one in pods.secrets)]
     for name in names:
-        _match("--env", name, _VARIABLE, "letters, digits and underscores", _LONGEST_OBJECT)
-        if name.startswith(_OWN_VARIABLES):
-            raise ContextError("--env sets a variable that says where a process belongs.", got=name, fix="leave it to the manifest")
+        check_variable(name)
+    for _, value in pods.variables:
+        check_text("--env", value)
     _check_once("--env", names)
     tokens = () if pods.token is None else (pods.token,)
     for secret, key in (*((one.secret, one.key) for one in pods.secrets), *tokens):
-        _match("--secret-env", secret, _OBJECT, "the name of a Secret", _LONGEST_OBJECT)
-        _match("--secret-env", key, _SECRET_KEY, "a key in the Secret", _LONGEST_OBJECT)
+        check_object("--secret-env", secret, "the name of a Secret")
+        match("--secret-env", key, SECRET_KEY, "a key in the Secret", LONGEST_OBJECT)
 
 
 def _check_once(option: str, names: Iterable[str]) -> None:
@@ -253,11 +250,8 @@ def _check_ray(options: JobOptions) -> None:
         raise ContextError(
             "Servers save into a folder that all pods see.", need="--claim NAME of a PersistentVolumeClaim that many pods can write"
         )
-    _match("--ray-version", servers.ray_version, re.compile(r"\d+\.\d+\.\d+"), "a version such as 2.60.0")
-
-
-def _match(option: str, text: str, form: re.Pattern[str], need: str, longest: int = _LONGEST_LABEL) -> None:
-    if option == "--image":
-        longest = 1024
-    if not isinstance(text, str) or len(text) > longest or not form.fullmatch(text):
-        raise ContextError(f"{option} cannot be used as it is.", got=ascii(text)[:80], need=f"{need}, at most {longest} characters")
+    match("--ray-version", servers.ray_version, _RAY_VERSION, "a version such as 2.60.0")
+    if servers.save_every is not None:
+        _check_number("--save-every", servers.save_every, 1, 1 << 30)
+    if servers.max_staleness is not None:
+        _check_number("--max-staleness", servers.max_staleness, 0, 1 << 30)

@@ -34,8 +34,21 @@ _GENERATIONS = {
 """Labels and slices as in GKE's documentation of TPUs (cloud.google.com/kubernetes-engine/docs/concepts/plan-tpus)."""
 
 _FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
-_CUBES = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8", 1024: "8x8x16"}
-_NAME = re.compile(r"(v\d+[a-z]?)(?:-(\d{1,5})|:(\d{1,3}(?:x\d{1,3}){1,2}))")
+_CUBES = {
+    4: "2x2x1",
+    8: "2x2x2",
+    16: "2x2x4",
+    32: "2x4x4",
+    64: "4x4x4",
+    128: "4x4x8",
+    256: "4x8x8",
+    512: "8x8x8",
+    1024: "8x8x16",
+    2048: "8x16x16",
+}
+_NAME = re.compile(r"(v[0-9]+[a-z]?)(?:-([0-9]{1,5})|:([0-9]{1,3}(?:x[0-9]{1,3}){1,2}))")
+_LONG_NAMES = {"v5litepod": "v5e"}
+"""As Google Cloud calls accelerator types."""
 
 
 class Slice(NamedTuple):
@@ -53,7 +66,10 @@ def read_slice(text: str) -> Slice:
     Raises:
         ContextError: there is no such slice.
     """
-    found = _NAME.fullmatch(text.lower().removeprefix("tpu-"))
+    short = text.lower().removeprefix("tpu-")
+    for long, name in _LONG_NAMES.items():
+        short = re.sub(f"^{long}(?=[-:])", name, short)
+    found = _NAME.fullmatch(short)
     generation = _GENERATIONS.get(found[1]) if found else None
     if found is None or generation is None:
         raise ContextError(
@@ -69,4 +85,8 @@ def read_slice(text: str) -> Slice:
     sizes = [int(size) for size in found[3].split("x")]
     if len(sizes) != generation.axes or 0 in sizes:
         raise ContextError(f"A topology of {found[1]} has {generation.axes} sizes.", got=ascii(text[:80]))
-    return Slice(generation.accelerator, found[3], math.prod(sizes), generation.per_host)
+    shape, is_large = "x".join(map(str, sizes)), generation.axes == 3 and all(size % 4 == 0 for size in sizes)
+    if shape not in by_chips.values() and not (is_large and sizes == sorted(sizes)):
+        more = ", or three multiples of 4 in ascending order" if generation.axes == 3 else ""
+        raise ContextError("There is no slice of TPUs of this shape.", got=ascii(text[:80]), need=f"{', '.join(by_chips.values())}{more}")
+    return Slice(generation.accelerator, shape, math.prod(sizes), generation.per_host)

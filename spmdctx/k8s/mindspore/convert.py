@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from spmdctx.errors import ContextError, UnsupportedError
+from spmdctx.k8s.job.forms import check_cpu, check_memory
 from spmdctx.k8s.job.options import CPU, DEVICES, JobOptions, Pods, Servers
 from spmdctx.k8s.manifest import Manifest, manifests
 from spmdctx.k8s.mindspore.msjob import MSJob, Role, read_msjob
@@ -19,7 +20,12 @@ _SHELLS = ("sh", "bash", "dash")
 _OF_SHELL = re.compile(r"[;&|<>$`\\\n(){}*?!~]")
 _OPERATORS_OWN = re.compile(r"MS_[A-Z_]+")
 _ALONE = ("-u", "-s", "-B", "-E", "-I", "-O", "-OO", "-S")
-_KEPT_IN_POD = ("nodeSelector", "affinity", "tolerations", "initContainers", "imagePullSecrets", "hostAliases", "dnsPolicy", "dnsConfig")
+_KEPT_IN_POD: dict[str, type] = {
+    **dict.fromkeys(("nodeSelector", "affinity", "dnsConfig"), dict),
+    **dict.fromkeys(("tolerations", "initContainers", "imagePullSecrets", "hostAliases"), list),
+    "dnsPolicy": str,
+}
+_NAMES_OF_KINDS: dict[type, str] = {dict: "mapping", list: "list", str: "text"}
 _KEPT_IN_CONTAINER = ("imagePullPolicy", "workingDir", "envFrom", "lifecycle", "livenessProbe", "startupProbe")
 _REPLACED_IN_POD = ("containers", "volumes", "restartPolicy", "securityContext", "priorityClassName", "serviceAccountName")
 _REPLACED_IN_CONTAINER = ("name", "image", "command", "args", "env", "resources", "volumeMounts", "ports", "securityContext")
@@ -254,6 +260,8 @@ def _keep_fields(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
     found, notes = job.roles[role], job.notes
     for name, value in found.pod.items():
         if name in _KEPT_IN_POD:
+            if value is not None and not isinstance(value, _KEPT_IN_POD[name]):
+                raise ContextError(f"{role}: {name} of the pod must be a {_NAMES_OF_KINDS[_KEPT_IN_POD[name]]}.", got=ascii(value)[:80])
             spec[name] = _joined(spec.get(name), value)
         elif name not in _REPLACED_IN_POD:
             notes.append(f"{role}: {name} of the pod is left out.")
@@ -281,6 +289,8 @@ def _variables(job: MSJob, role: str, made: Sequence[Any], given: Sequence[Any])
     for one in given:
         if _OPERATORS_OWN.fullmatch(one["name"]) or one["name"].startswith("SPMDCTX_"):
             job.notes.append(f"{role}: {one['name']} is left out, since the manifest says where a process belongs.")
+        elif not isinstance(one.get("value", ""), str):
+            raise ContextError(f"{role}: the value of a variable must be a text.", got=f"{one['name']}: {one['value']!a}", fix="quote it")
         elif one["name"] not in names:
             kept.append(one)
     return [*made, *kept]
@@ -310,10 +320,17 @@ def _add_volumes(job: MSJob, role: str, spec: Manifest, main: Manifest) -> None:
 
 
 def _resources(given: Role, options: JobOptions, role: str) -> Manifest:
-    """Returns what the role asks for, with the devices of the new job in place of its own."""
+    """Returns what the role asks for, with the devices of the new job in place of its own.
+
+    Raises:
+        ContextError: an amount is none.
+    """
     found: Manifest = {}
     for kind in ("requests", "limits"):
         amounts = {name: str(amount) for name, amount in given.amounts(kind).items() if "/" not in name}
+        for name, check in (("cpu", check_cpu), ("memory", check_memory)):
+            if name in amounts:
+                check(amounts[name], f"{role}: {kind}.{name}")
         if role == "Worker" and options.device != CPU:
             amounts[options.device] = str(options.devices)
         if amounts:

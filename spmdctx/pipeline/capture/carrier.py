@@ -13,7 +13,7 @@ from spmdctx.gradients.capture import capture_again, seen_losses
 from spmdctx.gradients.loss import Loss, LossCall, Traced
 from spmdctx.gradients.operands import SeenCall, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
-from spmdctx.gradients.parts import pieces_of, side_by_side, traced_in_parts
+from spmdctx.gradients.parts import pieces_of, side_by_side, traced_for, traced_in_parts
 from spmdctx.gradients.results import Fate, Row
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss, without_passed
@@ -110,7 +110,8 @@ class _Pipelined:
         operands = operands_of(seen)
         with marks_met(records=True) as marks:
             smaller = options._replace(micro_batches=options.micro_batches * seen.num_parts)
-            forward: Traced = plainly(lambda: call.trace_forward(pieces_of(call, operands, smaller)))
+            pieces = pieces_of(call, operands, smaller)
+            forward: Traced = plainly(lambda: traced_for(seen, call, call.trace_forward, pieces))
             traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
             if seen.num_parts > 1:
                 by_path = {"value": Row("value", Fate.AVERAGED, ()), **{row.path: row for row in rows}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ from spmdctx.pipeline.cut.line import is_dear, num_bytes
 from spmdctx.pipeline.schedule.tasks import Kind
 from spmdctx.pipeline.stages.memory import memory_of
 from spmdctx.pipeline.stages.whole import PlannedPipeline, foreign_operands
+from spmdctx.plan.data import WorkForm
 from spmdctx.rules.control_flow import CONTROL_FLOW
 from spmdctx.search.setup.modes import BatchForm
 from spmdctx.trace.scope.settings import Settings
@@ -64,6 +65,13 @@ def over_memory(pipeline: PlannedPipeline, settings: Settings) -> list[str]:
 def is_undivided(note: str) -> bool:
     """Returns whether a note says that rows of a micro-batch do not divide over the devices of a stage."""
     return isinstance(note, Sentence) and note.form is BatchForm.UNDIVIDED
+
+
+def least_shared(notes: Sequence[str]) -> list[str]:
+    """Returns the notes of a stage's programs with one on work that devices repeat: that of the program which they share least."""
+    repeated = [note for note in notes if isinstance(note, Sentence) and note.form is WorkForm.REPEATED]
+    worst = min(repeated, key=lambda note: float(note.gaps["ways"]), default=None)
+    return [note for note in notes if note is worst or not any(note is one for one in repeated)]
 
 
 def undivided_batch(pipeline: PlannedPipeline) -> list[str]:

@@ -25,6 +25,7 @@ class BatchForm(Enum):
     """Sentences about the leaves of a batch."""
 
     UNDIVIDED = "Batch leaf '{path}' of shape {shape} does not divide over {axes}: {kept}. A multiple of {rows} rows would."
+    SEVERAL = "{count} batch leaves do not divide over {axes}: {kept}. A multiple of {rows} rows would. They are {leaves}."
 
 
 _PMAP = "where this is a function of jax.pmap, call the function below it (docs/migrate/pmap.md)"

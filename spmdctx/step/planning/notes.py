@@ -7,20 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from spmdctx.context.state import AutoParallelContext
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.region_groups import ungrouped_note
-from spmdctx.errors import UnsupportedError, listed
+from spmdctx.errors import Sentence, UnsupportedError, listed
 from spmdctx.ir.analysis.gradient_order import Gradient
 from spmdctx.ir.analysis.loop_sums import Holds
-from spmdctx.ir.graph import Op, Role
+from spmdctx.ir.graph import Graph, Op, Role
 from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
-from spmdctx.plan.data import PeakForm, PeakNote, PlannedTensor
+from spmdctx.plan.data import PeakForm, PeakNote, PlannedTensor, WorkForm
 from spmdctx.rules import has_rule
 from spmdctx.search.optimizer.asked import optimizer_sharding
 from spmdctx.search.optimizer.owners import WHOLE_NUMBERS
 from spmdctx.search.optimizer.state import WEIGHTS_TOO
-from spmdctx.search.setup.modes import batch_leaves, indivisible
+from spmdctx.search.setup.modes import BatchForm, batch_leaves, indivisible
 from spmdctx.search.setup.request import Request, Setup
 from spmdctx.step.planning.request import search_mode
 from spmdctx.trace.build.program import Program
@@ -86,12 +86,7 @@ def plan_notes(
     if setup.mesh.num_devices > 1:
         origins = program.graph.origins
         notes += [f"{op.primitive} is computed whole on every device: {op.rule.reason} ({origins[op.id].source})." for op in whole]
-    for value, wanted in setup.seeds.items():
-        known, stored = program.graph.values[value], assignment.values[value]
-        if known.role is Role.BATCH and stored != wanted:
-            notes.append(
-                f"Batch leaf '{known.path}' is stored {format_sharding(stored)}, not {format_sharding(wanted)}: the ops that read it do so."
-            )
+    notes += _stored_otherwise(program.graph, setup, assignment)
     notes += memory_notes(settings, bill.memory_bytes, bill.safe_bytes)
     if setup.mesh.num_devices > 1:
         notes += [] if captured.is_part else _batch_notes(program)
@@ -100,7 +95,46 @@ def plan_notes(
             notes += _repeated_work(program, setup, assignment, bill, settings)
         notes += [] if captured.is_part else unmatched_patterns(captured, settings)
         notes += _early_notes(program, captured, bill)
-    return tuple(dict.fromkeys(notes))
+    # A pipeline reads those of its stages leaf by leaf.
+    found = list(dict.fromkeys(notes))
+    return tuple(found if captured.is_part else together(found))
+
+
+def together(notes: Sequence[str]) -> list[str]:
+    """Returns the notes, where those that say the same of several leaves of the batch are one."""
+    groups: dict[tuple[str, ...], list[Sentence]] = {}
+    for note in notes:
+        if isinstance(note, Sentence) and note.form is BatchForm.UNDIVIDED:
+            groups.setdefault(_all_but_the_leaf(note), []).append(note)
+    found: list[str] = []
+    for note in notes:
+        own = groups.get(_all_but_the_leaf(note), []) if isinstance(note, Sentence) and note.form is BatchForm.UNDIVIDED else []
+        if len(own) < 2:
+            found.append(note)
+        elif note is own[0]:
+            axes, kept, rows = _all_but_the_leaf(note)
+            leaves = listed([f"'{one.gaps['path']}' {one.gaps['shape']}" for one in own], _MOST_LISTED)
+            kept = kept.replace("holds it whole", "holds them whole")
+            found.append(Sentence(BatchForm.SEVERAL, count=len(own), axes=axes, kept=kept, rows=rows, leaves=leaves))
+    return found
+
+
+def _all_but_the_leaf(note: Sentence) -> tuple[str, ...]:
+    return tuple(note.gaps[name] for name in ("axes", "kept", "rows"))
+
+
+def _stored_otherwise(graph: Graph, setup: Setup, assignment: Assignment) -> list[str]:
+    """Names the leaves of the batch that are stored in another way than the mode would have them."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for value, wanted in setup.seeds.items():
+        known, stored = graph.values[value], assignment.values[value]
+        if known.role is Role.BATCH and stored != wanted:
+            found.setdefault((format_sharding(stored), format_sharding(wanted)), []).append(f"'{known.path}'")
+    notes = []
+    for (own, asked), paths in found.items():
+        leaves = f"Batch leaf {paths[0]} is" if len(paths) == 1 else f"{len(paths)} batch leaves ({listed(paths, _MOST_LISTED)}) are"
+        notes.append(f"{leaves} stored {own}, not {asked}: the ops that read {'it' if len(paths) == 1 else 'them'} do so.")
+    return notes
 
 
 def _whole_ops(program: Program) -> list[Op]:
@@ -176,10 +210,7 @@ def _repeated_work(program: Program, setup: Setup, assignment: Assignment, bill:
     largest = max(whole, key=lambda op: op.flops * op.repeats)
     ways = bill.split_flops / bill.flops * mesh.num_devices
     place = f"{largest.primitive} ({graph.origins[largest.id].source})"
-    return [
-        f"Devices repeat each other's work: the step's FLOPs are split {ways:.1f} ways on average over {mesh.num_devices} devices; "
-        f"the largest op that is not split over all of them is {place}. {_remedy(settings)}"
-    ]
+    return [Sentence(WorkForm.REPEATED, ways=f"{ways:.1f}", devices=mesh.num_devices, place=place, remedy=_remedy(settings))]
 
 
 def _remedy(settings: Settings) -> str:

@@ -29,7 +29,7 @@ from spmdctx.step.planning.about import about_of
 from spmdctx.step.planning.assemble import Decided, assembled, certified, cost_of, plain_gradients, reshards_of
 from spmdctx.step.planning.bills import priced, written_collectives
 from spmdctx.step.planning.log import log_plan, log_planning
-from spmdctx.step.planning.notes import group_notes, left_whole, no_buckets_note, plan_notes, unbucketed_note, undivided_batch
+from spmdctx.step.planning.notes import group_notes, left_whole, no_buckets_note, plan_notes, together, unbucketed_note, undivided_batch
 from spmdctx.step.planning.other_values import Decision, other_values
 from spmdctx.step.planning.request import request_of, search_mode, search_options, step_of
 from spmdctx.trace.build.program import Program
@@ -109,7 +109,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         plan = replace(plan, notes=(*plan.notes, *whole))
         if is_main:
             log_plan(captured.name, plan)
-    return Planned(plan, program, assignment, setup.mesh, directives, (*_joined(undivided), *whole))
+    return Planned(plan, program, assignment, setup.mesh, directives, (*_joined(together(undivided)), *whole))
 
 
 def priced_here(plan: Plan, program: Program, captured: Captured, settings: Settings) -> Planned:

@@ -9,6 +9,7 @@ import jax.extend.core as jexc
 
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands, opened
+from spmdctx.trace.capture.updates import OF_RESULTS, holds_differentiated
 
 Avals = Sequence[Any]
 _MIXING = MATRIX_PRODUCTS | {"gather", "sort", "reshape", "transpose", "broadcast_in_dim"}
@@ -37,7 +38,8 @@ def carried_leaves(arguments: Sequence[Span], in_avals: Avals, result: Span, out
 
     An argument is carried if the result holds a subtree of the same structure, shapes and dtypes. The structure of a bare array,
     or of a tuple of them, says too little. Such an argument also needs a path of element-wise ops to that output, and all
-    arguments before it must be carried.
+    arguments before it must be carried. What the loss gives of it, and of nothing that comes after it, is no next value: the
+    prediction of a residual network.
 
     Args:
         arguments: the dynamic arguments as spans of the inputs, in order, without those that cannot be carried.
@@ -77,7 +79,8 @@ def _next_value(
             continue
         if signature != [_signature(aval) for aval in out_avals[output.start : output.stop]]:
             continue
-        if not bare or all(_is_update(jaxpr, part.start + offset, output.start + offset) for offset in range(len(signature))):
+        pairs = [(part.start + offset, output.start + offset) for offset in range(len(signature))]
+        if not bare or (all(_is_update(jaxpr, *pair) for pair in pairs) and not _is_prediction(jaxpr, part, pairs)):
             return output
     return None
 
@@ -108,6 +111,19 @@ def _is_update(jaxpr: jexc.Jaxpr, index: int, output: int) -> bool:
     if isinstance(target, jexc.Literal):
         return False
     return target is jaxpr.invars[index] or target in _reach(jaxpr, {jaxpr.invars[index]})
+
+
+def _is_prediction(jaxpr: jexc.Jaxpr, part: Span, pairs: Sequence[tuple[int, int]]) -> bool:
+    """Returns whether a loss gives these outputs, and makes them of an argument and of those before it alone.
+
+    State that a loss gives back, such as a hidden state, is also made of the batch.
+    """
+    made = {var for eqn in jaxpr.eqns if holds_differentiated(eqn) for var in eqn.outvars}
+    outputs = {output for source, output in pairs if jaxpr.outvars[output] is not jaxpr.invars[source]}
+    if not outputs or any(jaxpr.outvars[output] not in made for output in outputs):
+        return False
+    _, read = OF_RESULTS.alive(jaxpr, [index in outputs for index in range(len(jaxpr.outvars))])
+    return not any(read[part.stop :])
 
 
 def _reach(jaxpr: Any, start: set[Any]) -> set[Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmdctx.errors import listed
 from spmdctx.ir.graph import Role
 from spmdctx.trace.capture.arguments import Selection
 from spmdctx.trace.capture.carry import Span, children
@@ -149,12 +150,12 @@ def _around(leaf: Leaf) -> list[Any]:
 
 def guesses(arguments: Sequence[Argument], roles: Sequence[Role], carried: frozenset[int], batch: Selection | None) -> tuple[str, ...]:
     """Returns notes on guesses about the arguments that their structure does not show."""
-    notes = [
-        f"{argument.name}: {leaf_text(aval)} is taken as a raw PRNG key."
-        for argument in arguments
-        for aval, role in zip(argument.avals, roles[argument.span.start : argument.span.stop], strict=True)
-        if role is Role.KEY and str(aval.dtype) == "uint32" and aval.shape
-    ]
+    keys: dict[str, list[str]] = {}
+    for argument in arguments:
+        for aval, role in zip(argument.avals, roles[argument.span.start : argument.span.stop], strict=True):
+            if role is Role.KEY and str(aval.dtype) == "uint32" and aval.shape:
+                keys.setdefault(leaf_text(aval), []).append(argument.name)
+    notes = [f"{listed(list(dict.fromkeys(names)))}: {text} is taken as a raw PRNG key." for text, names in keys.items()]
     own = [argument for argument in arguments if argument.leaves]
     taken = [argument.name for argument in own if Role.BATCH in roles[argument.span.start : argument.span.stop]]
     if batch is None and not carried and taken and not any(argument.is_object for argument in own):

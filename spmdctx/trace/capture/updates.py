@@ -32,7 +32,7 @@ class Updates:
         found: set[int] = set()
         while waiting and changed:
             targets = {self._carried[leaf] for leaf in changed}
-            _, reached = _OF_RESULTS.alive(self._jaxpr, [index in targets for index in range(len(self._jaxpr.outvars))])
+            _, reached = OF_RESULTS.alive(self._jaxpr, [index in targets for index in range(len(self._jaxpr.outvars))])
             # State of state: what changes it changes a parameter one step later.
             changed = {leaf for leaf in waiting if reached[leaf]}
             found |= changed
@@ -42,10 +42,11 @@ class Updates:
 
 
 def _differentiates(jaxpr: Any) -> bool:
-    return any(map(_holds_differentiated, opened(jaxpr).eqns))
+    return any(map(holds_differentiated, opened(jaxpr).eqns))
 
 
-def _holds_differentiated(eqn: Any) -> bool:
+def holds_differentiated(eqn: Any) -> bool:
+    """Returns whether an equation, or one inside of it, belongs to a differentiated function."""
     return _is_differentiated(eqn) or any(map(_differentiates, bodies_of(eqn.params)))
 
 
@@ -57,8 +58,8 @@ def _reads_all(eqn: Any, _needed: Sequence[bool]) -> Sequence[bool] | None:
     return [True] * len(eqn.invars) if _is_differentiated(eqn) else None
 
 
-_FORWARD = Liveness(_holds_differentiated, _reads_all)
+_FORWARD = Liveness(holds_differentiated, _reads_all)
 """Finds what differentiated equations read, wherever they stand."""
 
-_OF_RESULTS = Liveness(lambda _eqn: False, lambda _eqn, _needed: None)
+OF_RESULTS = Liveness(lambda _eqn: False, lambda _eqn, _needed: None)
 """Finds what results depend on."""
