@@ -1,4 +1,7 @@
-"""More programs for `benchmarks.stage_peaks`: written after the rules of memory for stages on GPU, before any of them was compiled."""
+"""More programs for `benchmarks.stage_peaks`: written after the rules of memory for stages on GPU, before any of them was compiled.
+
+`masked` and `gates` were written after what the others showed.
+"""
 
 from __future__ import annotations
 
@@ -207,6 +210,65 @@ def slopes(size: Text, how: How) -> Model:
         )
 
     return language_model(size, how, layer, init, final=partial(layer_norm, bias=0.0))
+
+
+def masked(size: Text, how: How, *, seen: int, inputs: int = 768) -> Model:
+    """Pictures made again from `seen` of their patches: an encoder of these, and a narrow decoder of all places, like MAE."""
+    width, narrow = size.width, size.width // 2
+
+    def layer(own: Layer, x: Array) -> Array:
+        y = layer_norm(x, own["s1"], own["c1"])
+        q, k, v = (heads_of(part, x.shape[-1] // 64) for part in jnp.split(y @ own["qkv"] + own["b"], 3, -1))
+        x = x + attend(q, k, v, causal=False) @ own["o"]
+        y = layer_norm(x, own["s2"], own["c2"])
+        return x + jax.nn.gelu(y @ own["up"] + own["bu"]) @ own["down"]
+
+    def loss(params: Any, batch: Any) -> Array:
+        patches, order = batch
+        x = jnp.take_along_axis(patches @ params["in"] + params["places"], order[:, :seen, None], 1)
+        x = layers_through(layer, how, params["layers"], x) @ params["narrow"]
+        rest = jnp.broadcast_to(params["unseen"], (x.shape[0], size.length - seen, narrow))
+        x = jnp.take_along_axis(jnp.concatenate([x, rest], 1), jnp.argsort(order, 1)[..., None], 1) + params["again"]
+        found = layers_through(layer, how, params["decoder"], x) @ params["out"]
+        return jnp.mean(jnp.square((found - patches).astype(jnp.float32)))
+
+    def params() -> Any:
+        zeros = _zeros(size)
+
+        def init(own: int, hidden: int) -> Layer:
+            wide = {"qkv": (own, 3 * own), "b": 3 * own, "o": (own, own), "up": (own, hidden), "bu": hidden, "down": (hidden, own)}
+            return shapes_of(zeros, **wide, **dict.fromkeys(["s1", "c1", "s2", "c2"], own))
+
+        ends = {"in": (inputs, width), "places": (size.length, width), "narrow": (width, narrow), "unseen": narrow}
+        ends |= {"again": (size.length, narrow), "out": (narrow, inputs)}
+        layers = {"layers": [init(width, size.hidden) for _ in range(size.layers)], "decoder": [init(narrow, size.hidden // 2)] * 4}
+        return {**shapes_of(zeros, **ends), **layers}
+
+    patches = jax.ShapeDtypeStruct((size.rows, size.length, inputs), size.dtype)
+    return Model(loss, jax.eval_shape(params), (patches, jax.ShapeDtypeStruct((size.rows, size.length), "int32")))
+
+
+def gates(size: Text, how: How, *, groups: int) -> Model:
+    """A decoder whose attention is gated head by head, with norms of queries and keys, and relu without a gate behind it."""
+    width, part = size.width, size.width // size.heads
+
+    def layer(own: Layer, x: Array) -> Array:
+        y = rms_norm(x, own["s1"])
+        q = rotate(rms_norm(heads_of(y @ own["q"], size.heads), own["sq"]))
+        k = rotate(rms_norm(heads_of(y @ own["k"], groups), own["sk"]))
+        k, v = (jnp.repeat(one, size.heads // groups, 2) for one in (k, heads_of(y @ own["v"], groups)))
+        opened = jax.nn.sigmoid((y @ own["g"]).astype(jnp.float32)).astype(x.dtype)
+        found = heads_of(attend(q, k, v, causal=True), size.heads) * opened[..., None]
+        x = x + found.reshape(x.shape) @ own["o"]
+        return x + jax.nn.relu(rms_norm(x, own["s2"]) @ own["up"]) @ own["down"]
+
+    def init(zeros: Zeros) -> Layer:
+        keys, square = (width, groups * part), (width, width)
+        products = {"q": square, "k": keys, "v": keys, "o": square, "g": (width, size.heads)}
+        vectors = {"s1": width, "s2": width, "sq": part, "sk": part}
+        return shapes_of(zeros, **products, **vectors, up=(width, size.hidden), down=(size.hidden, width))
+
+    return language_model(size, how, layer, init)
 
 
 def _zeros(size: Text) -> Zeros:

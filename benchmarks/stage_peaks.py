@@ -25,7 +25,7 @@ import optax
 import spmdctx
 from benchmarks.judge_compile import _digest, _versions, compile_program
 from benchmarks.pipeline_judge import Program, programs_of, run_apart
-from benchmarks.stage_fresh import latent, pairs, skips, slopes, speech, windowed
+from benchmarks.stage_fresh import gates, latent, masked, pairs, skips, slopes, speech, windowed
 from benchmarks.stage_gpus import gpt, perceiver, tabular
 from benchmarks.stage_models import How, Model, Text, bert, diffusion, gemma, llama, mixer, opt, retention
 from benchmarks.stage_others import mixture, phi, qwen, recurrence, translation, vision
@@ -140,6 +140,18 @@ FRESH: dict[str, Case] = {
 """Written after all rules of memory, those for late updates on GPU (`machine.xla.memory.late_gradients.updates_wait`) among them."""
 
 
+LATER: dict[str, Case] = {
+    "masked f32 remat h100": Case(
+        lambda: masked(Text(12, 1024, 16, 4096, 128, 256, dtype="float32"), REMAT, seen=128), "h100", 8, 4, 4, adamw=False
+    ),
+    "gates remat h100": Case(lambda: gates(Text(16, 1536, 12, 6144, 64, 1024), REMAT, groups=4), "h100", 8, 4, 8),
+    "gates scan sgd h100": Case(
+        lambda: gates(Text(12, 2048, 16, 8192, 32, 1024, 50304), How(remat=True, scan=True), groups=4), "h100", 8, 4, 4, adamw=False
+    ),
+}
+"""Written after the rules that `FRESH` showed: stages without collectives, and what loops read and write."""
+
+
 class Row(NamedTuple):
     """A stage: its planned peak, and the compiled one with the program that has it; bytes of a device."""
 
@@ -231,7 +243,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER")
     chosen = parser.parse_args()
     ratios: list[float] = []
-    for name, case in (CASES | OTHERS | ON_GPU | FRESH).items():
+    for name, case in (CASES | OTHERS | ON_GPU | FRESH | LATER).items():
         if not re.search(chosen.pattern, name):
             continue
         own = case._replace(machine=chosen.machine or case.machine)
