@@ -25,6 +25,7 @@ import optax
 import spmdctx
 from benchmarks.judge_compile import _digest, _versions, compile_program
 from benchmarks.pipeline_judge import Program, programs_of, run_apart
+from benchmarks.stage_fresh import gates, latent, masked, pairs, skips, slopes, speech, windowed
 from benchmarks.stage_gpus import gpt, perceiver, tabular
 from benchmarks.stage_models import How, Model, Text, bert, diffusion, gemma, llama, mixer, opt, retention
 from benchmarks.stage_others import mixture, phi, qwen, recurrence, translation, vision
@@ -104,6 +105,51 @@ ON_GPU: dict[str, Case] = {
     "perceiver remat h100": Case(lambda: perceiver(Text(8, 1024, 16, 4096, 64, 2048), REMAT, places=512), "h100", 4, 2, 4),
 }
 """Written after rules of memory for GPU were made (`machine.xla.memory.late_gradients`)."""
+
+
+FRESH: dict[str, Case] = {
+    "speech h100": Case(lambda: speech(Text(10, 1280, 20, 5120, 32, 1024, 8192), How()), "h100", 8, 2, 4),
+    "speech remat h100": Case(lambda: speech(Text(16, 1280, 20, 5120, 64, 1024, 8192), REMAT), "h100", 8, 4, 8),
+    "speech remat v5p": Case(lambda: speech(Text(16, 1280, 20, 5120, 64, 1024, 8192), REMAT), "tpu-v5p", 8, 4, 8),
+    "pairs h100": Case(lambda: pairs(Text(12, 1024, 16, 2816, 64, 384, 50304), How()), "h100", 4, 2, 4),
+    "pairs f32 remat h100": Case(lambda: pairs(Text(12, 768, 12, 2048, 64, 512, 30720, "float32"), REMAT), "h100", 8, 4, 4),
+    "pairs v6e": Case(lambda: pairs(Text(12, 1024, 16, 2816, 64, 384, 50304), How()), "tpu-v6e", 8, 2, 4),
+    "latent remat h100": Case(
+        lambda: latent(Text(12, 2048, 16, 8192, 32, 1024, 65536), REMAT, queries=768, keys=512, turned=64), "h100", 8, 4, 8
+    ),
+    "latent dots sgd h100": Case(
+        lambda: latent(Text(8, 2560, 20, 6912, 16, 2048), DOTS, queries=1024, keys=512, turned=64), "h100", 4, 2, 4, adamw=False
+    ),
+    "latent remat v5e": Case(
+        lambda: latent(Text(12, 1536, 12, 6144, 32, 1024), REMAT, queries=768, keys=384, turned=64), "tpu-v5e", 8, 4, 8
+    ),
+    "skips h100": Case(lambda: skips(Text(12, 1024, 16, 4096, 128, 256), How()), "h100", 8, 2, 4),
+    "skips remat h100": Case(lambda: skips(Text(16, 1536, 24, 6144, 128, 256), REMAT), "h100", 8, 4, 4),
+    "skips remat v5p": Case(lambda: skips(Text(16, 1536, 24, 6144, 128, 256), REMAT), "tpu-v5p", 8, 4, 4),
+    "windowed remat h100": Case(lambda: windowed(Text(12, 2048, 16, 7168, 16, 2048, 49152), REMAT, window=512), "h100", 8, 4, 4),
+    "windowed scan sgd h100": Case(
+        lambda: windowed(Text(16, 1536, 12, 5376, 32, 1024), How(remat=True, scan=True), window=256), "h100", 4, 2, 4, adamw=False
+    ),
+    "windowed v5e": Case(lambda: windowed(Text(12, 1536, 12, 5376, 32, 1024), REMAT, window=256), "tpu-v5e", 8, 2, 8),
+    "slopes sgd h100": Case(lambda: slopes(Text(8, 2048, 32, 8192, 16, 1024, 50304), How()), "h100", 4, 2, 4, adamw=False),
+    "slopes masters scan h100": Case(
+        lambda: slopes(Text(12, 1536, 24, 6144, 32, 1024, dtype="float32"), How(remat=True, scan=True, compute="bfloat16")), "h100", 8, 4, 4
+    ),
+    "slopes sgd v6e": Case(lambda: slopes(Text(8, 2048, 32, 8192, 32, 1024, 50304), How()), "tpu-v6e", 8, 2, 4, adamw=False),
+}
+"""Written after all rules of memory, those for late updates on GPU (`machine.xla.memory.late_gradients.updates_wait`) among them."""
+
+
+LATER: dict[str, Case] = {
+    "masked f32 remat h100": Case(
+        lambda: masked(Text(12, 1024, 16, 4096, 128, 256, dtype="float32"), REMAT, seen=128), "h100", 8, 4, 4, adamw=False
+    ),
+    "gates remat h100": Case(lambda: gates(Text(16, 1536, 12, 6144, 64, 1024), REMAT, groups=4), "h100", 8, 4, 8),
+    "gates scan sgd h100": Case(
+        lambda: gates(Text(12, 2048, 16, 8192, 32, 1024, 50304), How(remat=True, scan=True), groups=4), "h100", 8, 4, 4, adamw=False
+    ),
+}
+"""Written after the rules that `FRESH` showed: stages without collectives, and what loops read and write."""
 
 
 class Row(NamedTuple):
@@ -197,7 +243,7 @@ def main() -> int:
     parser.add_argument("--cache", type=Path, default=Path(".judged"), metavar="FOLDER")
     chosen = parser.parse_args()
     ratios: list[float] = []
-    for name, case in (CASES | OTHERS | ON_GPU).items():
+    for name, case in (CASES | OTHERS | ON_GPU | FRESH | LATER).items():
         if not re.search(chosen.pattern, name):
             continue
         own = case._replace(machine=chosen.machine or case.machine)

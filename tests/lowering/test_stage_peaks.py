@@ -77,4 +77,4 @@ def test_recomputed_layers_keep_nothing_for_gradients_that_barriers_await(rows, 
     for number, stage in enumerate(run.plan(*args).stages):
         memory = lowered[f"backward{number}"].compile().memory_analysis()
         beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-        assert stage.memory_bytes == pytest.approx(stage.live_bytes[f"backward{number}"] + beside, rel=0.05)
+        assert stage.memory_bytes == pytest.approx(stage.live_bytes[f"backward{number}"] + beside, rel=0.07)

@@ -148,6 +148,10 @@ class Copies:
         time = self._after(self._memory.runs[op.id])
         self._read(key, time, time, num_bytes)
 
+    def keep_for_loop(self, op: Op, key: object, last: int, num_bytes: int) -> None:
+        """Adds the copy with which `op` enters a loop, until the op `last` leaves it."""
+        self._read(key, op.id, last, num_bytes)
+
     def pass_through(self, op: Op, key: object, num_bytes: int) -> None:
         """Adds a copy on the way to another one that `op` reads; of those made at the same time, memory holds one after the other."""
         self._passes.append((self._memory.firsts[op.id], key, num_bytes))

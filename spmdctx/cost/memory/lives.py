@@ -30,7 +30,7 @@ from spmdctx.machine.xla.kept.joined_chains import joined_chains
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.images_on_chip import IMAGES_SHARE
 from spmdctx.machine.xla.memory.late_branches import late_branches
-from spmdctx.machine.xla.memory.late_gradients import made_in_turn, waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.late_gradients import made_in_turn, stacked_last, waits_in_regions, waits_outside
 from spmdctx.machine.xla.memory.library_results import handed_out
 from spmdctx.machine.xla.memory.loop_copies import loop_reads
 from spmdctx.machine.xla.memory.on_chip import NO_CHIP, OnChip, is_short
@@ -244,6 +244,8 @@ class _Liveness:
         graph = self.graph
         if copies_for_loops:
             materialize_written(graph, self.materialized)
+            for value, time in stacked_last(graph).items():
+                self.end[value] = time
         apart = read_with_their_rows(graph, self.materialized) if fuses_rows else {}
         kept = handed_out(graph) if fuses_rows else frozenset()
         self._find_ends()

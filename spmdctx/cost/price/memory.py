@@ -25,7 +25,7 @@ from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.xla.collectives.combining import combines_up_to
 from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
-from spmdctx.machine.xla.memory.late_gradients import updates_wait
+from spmdctx.machine.xla.memory.late_gradients import barriers_wait, updates_wait
 from spmdctx.machine.xla.memory.on_chip import OnChip
 from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_rows, in_tiles, laid_out, rows_filled_up
 from spmdctx.machine.xla.options import UNLIMITED
@@ -88,7 +88,7 @@ class MemoryCount:
             self.copies.combine(UNLIMITED if self._directives.buckets else most)
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
-        until = self._late_updates(moving) if bill.collectives else {}
+        until = self._late_updates(moving, is_quiet=not bill.collectives)
         waiting = [Copy(life.end + 1, until[life.value], sizes[life.value]) for life in memory.lives if life.value in until]
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -106,19 +106,24 @@ class MemoryCount:
         set_peak(bill, alive.tolist(), self._assigned.topology)
 
     def _found(self, bill: Bill) -> StepMemory:
-        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else."""
+        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else.
+
+        Where gradients are delayed, these must communicate nothing (`machine.xla.memory.late_gradients`).
+        """
         step, compiler = self._assigned.step, self._assigned.topology.compiler
         is_held = bool(step.graph.accumulators and self._directives.loop_sums.totals)
         moved_bytes = sum(row.payload_bytes * row.repeats for row in bill.collectives)
         little_bytes = LITTLE_BYTES_ON.get(self._assigned.topology.device, LITTLE_BYTES)
-        if moved_bytes > little_bytes or not is_held or compiler.delays_gradients:
+        if bill.collectives if compiler.delays_gradients else moved_bytes > little_bytes or not is_held:
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
-    def _late_updates(self, moving: Collection[int]) -> Mapping[int, int]:
-        """Returns until when gradients wait for the sums that they are added to, where XLA updates these late."""
+    def _late_updates(self, moving: Collection[int], *, is_quiet: bool) -> Mapping[int, int]:
+        """Returns until when gradients wait for the sums that they are added to: XLA updates these late, or behind barriers."""
         step = self._assigned.step
-        return updates_wait(step.graph, step.scopes, moving) if self._assigned.topology.compiler.delays_gradients else {}
+        if not self._assigned.topology.compiler.delays_gradients or self._assigned.mesh.num_devices == 1:
+            return {}
+        return barriers_wait(step.graph, step.scopes) if is_quiet else updates_wait(step.graph, step.scopes, moving)
 
     def _chip(self) -> OnChip:
         return OnChip.of(self._assigned.topology.compiler.scratch_bytes, self._assigned.topology.device)

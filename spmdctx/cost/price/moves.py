@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmdctx.cost.bill import Moved
+from spmdctx.cost.memory.loops import Loops
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.collected import Collected, Hiding, Wanted
 from spmdctx.cost.price.directives import Directives
@@ -134,7 +135,9 @@ class Moves:
         for place, step in enumerate(steps):
             key = (scope, self._same[value], current, step.sharding)
             if step.kind == "slice":
-                if gathered is not None and (move.is_result or op.primitive in IDENTITIES):
+                if op.primitive in ENTERING and not move.is_result:
+                    self._slice_for_loop(move, key, step.sharding)
+                elif gathered is not None and (move.is_result or op.primitive in IDENTITIES):
                     copies.slice_of(gathered, value if move.is_result else op.results[0])
             elif not (step.sharding == self._assigned.assignment.values[value] and copies.is_materialized(value)):
                 size = self._assigned.stored_bytes(value, step.sharding, move.narrow)
@@ -146,6 +149,13 @@ class Moves:
                     copies.make(op, value, key, size, gathered=step.kind == "all_gather" and overlaps)
                 gathered = key if step.kind == "all_gather" else None
             current = step.sharding
+
+    def _slice_for_loop(self, move: Move, key: object, sharding: TensorSharding) -> None:
+        """Adds the part of a stack that a device's iterations read, where it has the whole stack: XLA cuts it off before the loop."""
+        assigned = self._assigned
+        if assigned.graph.values[move.value].shape != assigned.graph.values[move.op.results[0]].shape:
+            last = Loops(assigned.graph, self._scopes).last[move.op.id]
+            self._copies.keep_for_loop(move.op, key, last, assigned.stored_bytes(move.value, sharding, move.narrow))
 
 
 def _aliases(graph: Graph) -> list[int]:

@@ -166,3 +166,9 @@ def test_of_copies_on_the_way_to_others_one_is_there_after_the_other():
 
 def test_a_copy_on_the_way_that_is_read_too_counts_once():
     assert on_the_way(("step", 30), read=["step"]) == []
+
+
+def test_what_enters_a_loop_as_a_copy_is_there_until_the_loop_ends():
+    graph, _, copies = copies_of(forward, X, W)
+    copies.keep_for_loop(graph.ops[0], "part", 2, 50)
+    assert found(copies, graph) == [Copy(0, 2, 50)]

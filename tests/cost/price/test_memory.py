@@ -33,7 +33,7 @@ def step(params, batch):
     return jax.tree.map(lambda old, new: old - 0.1 * new, params, spmdctx.grad(loss)(params, batch))
 
 
-def stage_peaks(topology):
+def stage_peaks(topology, mode="auto_parallel"):
     def of(*shape):
         return jax.ShapeDtypeStruct(shape, "float32")
 
@@ -48,7 +48,7 @@ def stage_peaks(topology):
     layers = [{name: of(*shape) for name, shape in sizes.items()} for _ in range(6)]
     params = {"layers": layers, "in": of(192, WIDTH), "pos": of(TOKENS, WIDTH), "head": of(WIDTH, 100)}
     options = {"topology": topology, "device_num": 4, "pipeline_stages": 2, "grad_accumulation_step": 2, "donate_argnums": 0}
-    plan = spmdctx.plan(step, params, {"x": of(64, TOKENS, 192), "y": of(64, 100)}, parallel_mode="auto_parallel", **options)
+    plan = spmdctx.plan(step, params, {"x": of(64, TOKENS, 192), "y": of(64, 100)}, parallel_mode=mode, **options)
     return [stage.memory_bytes for stage in plan.stages]
 
 
@@ -84,3 +84,17 @@ def test_gradients_wait_for_sums_on_gpu_where_devices_communicate(monkeypatch):
     known = peaks()
     monkeypatch.setattr(memory, "updates_wait", lambda *_: {})
     assert all(own < peak for own, peak in zip(peaks(), known, strict=True))
+
+
+def test_without_collectives_gpu_is_planned_in_the_order_of_one_device(monkeypatch):
+    """But for gradients, which wait for barriers between the layers."""
+
+    def first_peak():
+        return stage_peaks("h100", "semi_auto_parallel")[0]
+
+    known = first_peak()
+    monkeypatch.setattr(memory, "barriers_wait", lambda *_: {})
+    early = first_peak()
+    real = memory.compiled_memory
+    monkeypatch.setattr(memory, "compiled_memory", lambda *args, is_split: real(*args, is_split=True))
+    assert early < known < first_peak()

@@ -18,7 +18,7 @@ from spmdctx.machine.xla.reductions import reduction_plan
 from spmdctx.rules import rule_for
 from spmdctx.rules.builder import identity
 from spmdctx.search.problem.space import Space
-from tests.road import CPU, MESH, bill_of, spread, trace
+from tests.road import CPU, MESH, bill_of, ops, spread, trace
 from tests.search.graphs import GraphMaker
 
 D, M = ("data",), ("model",)
@@ -273,3 +273,17 @@ def test_what_moves_on_its_way_into_a_loop_and_for_another_op_moves_once(name, c
     entered, read = (make.op(own, identity((32, 64)), shared, shape=(32, 64)) for own in (name, "sin"))
     found = bill(make.graph(entered, read), [axes, WHOLE], [(D, ()), WHOLE, WHOLE])
     assert rows(found) == [("all_gather", D, 32 * 64 * 4, 1)] * (count if axes != WHOLE else 1)
+
+
+def test_parts_of_a_whole_stack_are_cut_off_before_the_loop():
+    program = trace(lambda x, ws: lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, ws)[0], X, jnp.ones((6, 64, 64)))
+    stack, (product,) = program.graph.inputs[1], ops(program, "dot_general")
+    (enter,) = (op for op in ops(program, "scan.enter") if op.operands[0] == stack)
+    found = []
+    for axes in ((), M):
+        assignment = spread(program, {1: ((), (), axes), enter: ((), M)})
+        assert assignment.values[stack] == ((), (), axes)
+        assert assignment.values[enter.results[0]] == ((), M)
+        found.append(bill_of(program, assignment).memory_profile[product.id])
+    # The whole stack is twice the part that each device reads.
+    assert found[0] - found[1] == 2 * 6 * 64 * 64 * 4 // 2

@@ -7,7 +7,14 @@ import pytest
 from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import Role
 from spmdctx.machine.presets import CPU, GPU, TPU
-from spmdctx.machine.xla.memory.late_gradients import made_in_turn, updates_wait, waits_in_regions, waits_outside
+from spmdctx.machine.xla.memory.late_gradients import (
+    barriers_wait,
+    made_in_turn,
+    stacked_last,
+    updates_wait,
+    waits_in_regions,
+    waits_outside,
+)
 from spmdctx.trace.build.build import Argument, build
 
 WIDTH, ROWS = 8, 64
@@ -146,6 +153,34 @@ def test_gradients_wait_for_the_next_region_that_communicates_or_the_end():
 def test_no_update_waits_without_several_regions():
     program, single = updated(), program_of(loss, count=1)
     assert updates_wait(program.graph, program.scopes, [0]) == updates_wait(single.graph, single.scopes, [0]) == {}
+
+
+def test_without_collectives_gradients_wait_for_barriers():
+    program = updated(remat=True)
+    graph, scopes = program.graph, program.scopes
+    products = sorted(made_in_turn(graph, scopes))
+    first, second, _ = (max(index for index, scope in enumerate(scopes) if scope == scopes[products[place]]) for place in (0, 3, 6))
+    found = barriers_wait(graph, scopes)
+    # No barrier stands behind the last region: its gradients, and the last one of the region before, wait for nothing.
+    expected = [first, first, second, second, second, None, None, None, None]
+    assert [found.get(graph.ops[index].results[0]) for index in products] == expected
+
+
+@pytest.mark.parametrize("fn", [scanned, lambda params, x: loss(params, x, remat=False)])
+def test_no_gradient_waits_for_a_barrier_in_loops_or_without_regions(fn):
+    program = program_of(fn)
+    assert barriers_wait(program.graph, program.scopes) == {}
+
+
+def test_gradients_that_a_loop_stacks_up_are_there_to_the_end_of_their_iteration():
+    program = program_of(scanned)
+    graph, late = program.graph, stacked_last(program.graph)
+    assert len(late) == 3
+    lives = step_memory(graph, program.scopes, is_split=False, delays_gradients=True, fuses_into_products=False).lives
+    ends = {life.value: life.end for life in lives}
+    for value, end in late.items():
+        assert graph.ops[end].primitive == "scan.exit"
+        assert ends[value] == end
 
 
 @pytest.mark.parametrize("fn", [loss, scanned])

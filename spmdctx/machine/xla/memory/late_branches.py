@@ -1,10 +1,10 @@
 """XLA on GPU runs the shorter one of two branches as late as its result allows: what its product reads stays in memory until then.
 
-What XLA does: in a program for several devices its latency-hiding scheduler orders every computation from the end backwards, those without
-    collectives too, and does not look at memory. Of the products that read one value, those whose results meet again later, the one on
-    the shorter branch runs right before its result is read. In the backward pass of attention this is the product that makes the values'
-    cotangent: it runs after the scores' cotangent is made, and keeps the softmax until then. A program for one device is ordered so that
-    what frees memory runs first.
+What XLA does: in a program for several devices its latency-hiding scheduler orders every computation from the end backwards, also those
+    without collectives if another one has some, and does not look at memory. Of the products that read one value, those whose results meet
+    again later, the one on the shorter branch runs right before its result is read. In the backward pass of attention this is the product
+    that makes the values' cotangent: it runs after the scores' cotangent is made, and keeps the softmax until then. A program for one
+    device, or without collectives, is ordered so that what frees memory runs first.
 Seen in: CUDA plugin 0.10.2 for H100: stages of recomputed decoders, 192 features and 1,024 tokens, need four values of the size of the
     scores on two devices, and three on one (benchmarks/RESULTS.md).
 Switch: none: a property of compilers that follows from other switches

@@ -4,12 +4,13 @@ What XLA does: a library or kernel computes a matrix product from memory to memo
     before the product that reads it. A product finds the dims of its batch outermost. If they are not so in a stack, XLA gives the whole
     stack another layout, and copies it before the first iteration. What enters a loop on one device is in memory, also one number that was
     spread over a tensor; for several devices it is made in the loop. What a loop stacks up is in memory before a sum of gradients takes it.
+    On TPU, too, a device that has a whole stack, and whose iterations read a part of each slice, cuts these parts off before the loop.
 Seen in: CUDA plugin 0.10.2 for H100: backward passes of scanned decoders hold transposed queries, keys and values of all layers, the slices
     that their products read, and stacks of gradients; planned peaks of stages were 0.76 to 0.89 of compiled ones without these.
 Switch: none: a property of compilers that follows from other switches
-Priced by: cost.memory.lives, cost.memory.loops
+Priced by: cost.memory.lives, cost.memory.loops, cost.price.moves
 Written or prevented by: nothing
-Checked by: tests/machine/xla/test_loop_copies.py, tests/lowering/test_stage_peaks.py
+Checked by: tests/machine/xla/test_loop_copies.py, tests/lowering/test_stage_peaks.py, tests/cost/price/test_price.py
 """
 
 from __future__ import annotations
