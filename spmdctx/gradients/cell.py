@@ -23,7 +23,7 @@ class PipelineCell(Generic[P, R]):
         micro_size: micro-batches; at least as many as stages.
 
     Raises:
-        ContextError: micro_size is no positive number.
+        ContextError: micro_size is no positive number, or the loss cannot be called.
     """
 
     def __init__(self, network: Callable[P, R], micro_size: int) -> None:
@@ -31,7 +31,7 @@ class PipelineCell(Generic[P, R]):
             raise ContextError(
                 "PipelineCell needs a number of micro-batches.", got=f"micro_size={micro_size!r}", need="a whole number >= 1"
             )
-        self.network, self.micro_size = network, micro_size
+        self.network, self.micro_size = _callable("PipelineCell", network), micro_size
         functools.update_wrapper(self, network, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -51,7 +51,7 @@ class MicroBatchInterleaved(Generic[P, R]):
         interleave_num: parts.
 
     Raises:
-        ContextError: interleave_num is no positive number.
+        ContextError: interleave_num is no positive number, or the loss cannot be called.
     """
 
     def __init__(self, network: Callable[P, R], interleave_num: int = 2) -> None:
@@ -59,12 +59,18 @@ class MicroBatchInterleaved(Generic[P, R]):
             raise ContextError(
                 "MicroBatchInterleaved needs a number of parts.", got=f"interleave_num={interleave_num!r}", need="a whole number >= 1"
             )
-        self.network, self.interleave_num = network, interleave_num
+        self.network, self.interleave_num = _callable("MicroBatchInterleaved", network), interleave_num
         functools.update_wrapper(self, network, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the loss."""
         return self.network(*args, **kwargs)
+
+
+def _callable(cell: str, network: Callable[P, R]) -> Callable[P, R]:
+    if not callable(network):
+        raise ContextError(f"{cell} needs a loss.", got=ascii(network)[:80], need="a function, a module, or another cell")
+    return network
 
 
 class LossInside(NamedTuple):

@@ -261,7 +261,8 @@ def _place(value: Any, leaf: Leaf, *, whole: bool) -> Any:
         return jax.make_array_from_process_local_data(sharding, np.asarray(value))
     except StrategyError:
         raise
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
+        # IndexError: the leaf has fewer dimensions than the plan splits.
         raise StrategyError(
             f"Batch leaf '{leaf.path}' cannot be split as planned.", got=f"shape {np.shape(value)}", need=str(sharding)
         ) from error

@@ -482,7 +482,12 @@ def test_several_batch_arguments_are_placed_together():
 
 
 @pytest.mark.parametrize(
-    ("batch", "error", "words"), [(batch_of(12), StrategyError, "cannot be split"), ([1.0], PlanError, "no batch of this")]
+    ("batch", "error", "words"),
+    [
+        (batch_of(12), StrategyError, "cannot be split"),
+        ({**batch_of(), "y": np.float32(1.0)}, StrategyError, "leaf 'batch/y' cannot be split"),
+        ([1.0], PlanError, "no batch of this"),
+    ],
 )
 def test_a_batch_that_the_plan_does_not_know_is_refused(batch, error, words):
     step = parallel(mean_error)
