@@ -36,7 +36,8 @@ class Bill:
     """All costs of an assignment in one step, per device.
 
     `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op, of which
-    `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. `early` has the updates that the
+    `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. `reserved_bytes` come on top of the
+    peak where XLA reserves memory for results before they are made (`cost.memory.reserved`). `early` has the updates that the
     bill counts as run right behind their gradients, `crossed` the sums that another order of axes would make cheaper.
     """
 
@@ -48,6 +49,7 @@ class Bill:
     memory_bytes: int = 0
     argument_bytes: int = 0
     safe_bytes: int = 0
+    reserved_bytes: int = 0
     memory_profile: tuple[int, ...] = ()
     early: tuple[EarlyUpdate, ...] = ()
     hidden_communication_s: float = 0.0

@@ -87,7 +87,8 @@ def plan_notes(
         origins = program.graph.origins
         notes += [f"{op.primitive} is computed whole on every device: {op.rule.reason} ({origins[op.id].source})." for op in whole]
     notes += _stored_otherwise(program.graph, setup, assignment)
-    notes += memory_notes(settings, bill.memory_bytes, bill.safe_bytes)
+    of_peak = memory_notes(settings, bill.memory_bytes, bill.safe_bytes)
+    notes += of_peak or ([] if captured.is_part else _reserved_notes(settings, bill))
     if setup.mesh.num_devices > 1:
         notes += [] if captured.is_part else _batch_notes(program)
         # What follows a pipeline's loss has no batch, by which its devices could share the work.
@@ -166,6 +167,18 @@ def memory_notes(settings: Settings, peak_bytes: int, safe_bytes: int) -> list[s
         return [over_device if budget is None else PeakNote(PeakForm.OVER_BUDGET, peak=peak, budget=budget)]
     of = f"the {capacity} that a program may use of a {machine.device}" if budget is None else f"memory_bytes={budget}"
     return [PeakNote(PeakForm.MAY_BE_OVER, peak=peak, safe=exact_bytes_text(safe_bytes), limit=of)] if safe_bytes > limit else []
+
+
+def _reserved_notes(settings: Settings, bill: Bill) -> list[str]:
+    """Returns a note if a peak that fits a device may not do so with the memory that XLA reserves for results."""
+    machine, peak = settings.topology, bill.safe_bytes + bill.reserved_bytes
+    if not bill.reserved_bytes or peak <= machine.memory_bytes:
+        return []
+    return [
+        f"XLA reserves memory for results while the old state is kept: the peak may be up to {exact_bytes_text(peak)} per device, over the "
+        f"{bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}. donate_argnums for the state saves "
+        f"{bytes_text(bill.reserved_bytes)}."
+    ]
 
 
 def without_peak_notes(notes: Iterable[str]) -> list[str]:

@@ -1,0 +1,70 @@
+"""Memory that is reserved for results: beside small temporaries it holds nothing, beside large ones it comes on top."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import spmdctx
+from spmdctx.audit import peak_bytes
+from spmdctx.cost.memory.loops import ValueLife
+from spmdctx.cost.memory.reserved import reserved_bytes
+from spmdctx.machine.presets import PRESETS
+from tests.audit.compile_only import need_tpu
+
+
+def test_a_result_is_reserved_until_it_is_made():
+    assert reserved_bytes([ValueLife(0, 2, 3)], [], [100], 4).tolist() == [100, 100, 0, 0]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(100, [0, 0, 0]), (60, [40, 40, 0]), (101, [100, 100, 0])])
+def test_a_temporary_value_lies_in_the_place_of_a_result_that_is_no_smaller(size, expected):
+    results, others = [ValueLife(0, 2, 3)], [ValueLife(1, 0, 1)]
+    assert reserved_bytes(results, others, [100, size], 4)[:3].tolist() == expected
+
+
+def test_one_place_holds_one_value_at_a_time():
+    results, others = [ValueLife(0, 4, 4)], [ValueLife(1, 0, 2), ValueLife(2, 1, 3)]
+    assert reserved_bytes(results, others, [100, 30, 50], 5).tolist() == [70, 50, 50, 50, 0]
+
+
+def test_values_of_many_sizes_never_take_more_than_there_is():
+    random = np.random.default_rng(0)
+    results = [ValueLife(number, 50, 60) for number in range(20)]
+    others = [ValueLife(20 + number, *sorted(random.integers(0, 50, 2).tolist())) for number in range(200)]
+    sizes = random.integers(1, 1000, 220).tolist()
+    found = reserved_bytes(results, others, sizes, 61)
+    assert (found >= 0).all()
+    assert found[0] <= sum(sizes[:20])
+    assert not found[50:].any()
+
+
+def _step(weights, x):
+    def loss(weights):
+        return sum(jnp.mean(jnp.tanh(x @ weight) ** 2) for weight in weights)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
+
+
+X = jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
+WEIGHTS = [jax.ShapeDtypeStruct((1024, 8192), jnp.float32)] * 4
+
+
+@pytest.mark.parametrize(("donated", "is_told"), [((), True), (0, False)])
+def test_a_note_tells_that_results_may_not_fit_beside_the_old_state(donated, is_told):
+    free = spmdctx.parallel(_step, parallel_mode="stand_alone", topology="tpu-v5p", donate_argnums=donated).plan(WEIGHTS, X)
+    peak = free.safe_memory_bytes + 2**20
+    small = replace(PRESETS["tpu-v5p"], memory_bytes=peak)
+    found = spmdctx.parallel(_step, parallel_mode="stand_alone", topology=small, donate_argnums=donated).plan(WEIGHTS, X)
+    assert any("XLA reserves memory for results" in note for note in found.notes) == is_told
+
+
+def test_the_compiled_program_holds_them_from_the_start():
+    devices, peaks = need_tpu("v5p:2x2x1")[:1], []
+    for donated in ((), (0,)):
+        run = spmdctx.parallel(_step, parallel_mode="stand_alone", devices=devices, donate_argnums=donated)
+        peaks.append(peak_bytes(run.lower(WEIGHTS, X).compile()))
+    state = sum(weight.size * 4 for weight in WEIGHTS)
+    assert peaks[0] - peaks[1] > 0.6 * state
