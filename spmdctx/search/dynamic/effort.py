@@ -194,5 +194,5 @@ QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(imp
 
 _ENOUGH_OF_A_PART = 0.02
 
-# Of many parts that are planned one by one, the last percent of one is worth no long search.
+# Of many parts that are planned one by one, the last two percent of one are worth no long search.
 PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH_OF_A_PART)),))
