@@ -92,7 +92,7 @@ class MemoryCount:
             self.copies.combine(UNLIMITED if self._directives.buckets else most)
         sizes, moved, images = self._sizes(), {row.value for row in bill.moves}, self._images()
 
-        until = self._late_updates(moving, is_quiet=not bill.collectives)
+        until = self._late_updates(moving, bill)
         waiting = [Copy(life.end + 1, until[life.value], sizes[life.value]) for life in memory.lives if life.value in until]
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
@@ -116,19 +116,25 @@ class MemoryCount:
         Where gradients are delayed, these must communicate nothing (`machine.xla.memory.late_gradients`).
         """
         step, compiler = self._assigned.step, self._assigned.topology.compiler
-        is_held = bool(step.graph.accumulators and self._directives.loop_sums.totals)
         moved_bytes = sum(row.payload_bytes * row.repeats for row in bill.collectives)
         little_bytes = LITTLE_BYTES_ON.get(self._assigned.topology.device, LITTLE_BYTES)
-        if bill.collectives if compiler.delays_gradients else moved_bytes > little_bytes or not is_held:
+        is_quiet = self._is_quiet(bill) if compiler.delays_gradients else moved_bytes <= little_bytes and self._directives.loop_sums.totals
+        if not (step.graph.accumulators and is_quiet):
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
 
-    def _late_updates(self, moving: Collection[int], *, is_quiet: bool) -> Mapping[int, int]:
+    def _is_quiet(self, bill: Bill) -> bool:
+        """Returns whether a pass of micro-batches communicates nothing; of other steps the search counts gradients as delayed."""
+        return not bill.collectives and bool(self._assigned.step.graph.accumulators)
+
+    def _late_updates(self, moving: Collection[int], bill: Bill) -> Mapping[int, int]:
         """Returns until when gradients wait for the sums that they are added to: XLA updates these late, or behind barriers."""
         step = self._assigned.step
         if not self._assigned.topology.compiler.delays_gradients or self._assigned.mesh.num_devices == 1:
             return {}
-        return barriers_wait(step.graph, step.scopes) if is_quiet else updates_wait(step.graph, step.scopes, moving)
+        if bill.collectives:
+            return updates_wait(step.graph, step.scopes, moving)
+        return barriers_wait(step.graph, step.scopes) if self._is_quiet(bill) else {}
 
     def _chip(self) -> OnChip:
         return OnChip.of(self._assigned.topology.compiler.scratch_bytes, self._assigned.topology.device)

@@ -64,8 +64,7 @@ class Formulation(Generic[TablesT]):
         step = self.step
         compiler = self.topology.compiler
         # Of a pass of micro-batches the bill counts less if nothing is moved; rows are its lower bound.
-        is_split = compiler.delays_gradients or not step.graph.accumulators
-        return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=is_split)
+        return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=not step.graph.accumulators)
 
     def space_on(self, mesh: LogicalMesh) -> Space:
         """Returns the step's space on a mesh."""
