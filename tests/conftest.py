@@ -1,14 +1,39 @@
-"""Eight CPU devices for every test, set before jax is imported, and the default context after it."""
+"""Eight CPU devices for every test, set before jax is imported, and the default context after it; long files come first."""
 
 import os
 
 import pytest
 
+from tests.quick import QUICK
+
 os.environ["JAX_PLATFORMS"] = "cpu"
-# LLVM's optimisation takes longer than the small programs of the tests run. It changes neither collectives nor buffers.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+_FLAGS = f"--xla_force_host_platform_device_count=8 {QUICK}"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+_LONG = (
+    "lowering/rewrite/test_waits.py",
+    "test_notebooks.py",
+    "cli/test_main.py",
+    "zoo/test_matrix.py",
+    "step/pipelined/",
+    "step/served/",
+    "processes/",
+    "server/",
+    "search/dynamic/test_hopeless.py",
+)
+"""Files and folders of tests that take minutes, longest tests first; what comes last is then short, and no worker waits for another."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts long files first, each of them whole, since its tests share what is made once for a file."""
+    tests = os.path.dirname(__file__)
+
+    def place(item: pytest.Item) -> int:
+        path = os.path.relpath(item.path, tests)
+        return next((number for number, long in enumerate(_LONG) if path.startswith(long)), len(_LONG))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.quick import QUICK
+
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST, MODES, READING, CHECKPOINTS, PIPELINES = NOTEBOOKS
@@ -29,8 +31,8 @@ def _executed(path: Path) -> Any:
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The environment that a kernel starts in; it needs no home that can be written to."""
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    """The environment that a kernel starts in; it needs no home that can be written to, and compiles fast."""
+    monkeypatch.setenv("XLA_FLAGS", QUICK)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     for name, value in _environment().items():
         monkeypatch.setenv(name, value)
