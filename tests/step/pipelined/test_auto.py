@@ -21,8 +21,8 @@ def step(params, batch):
     return jax.tree.map(lambda own, grad: own - 0.1 * grad, params, gradient), loss
 
 
-def planned(fn=step, times=8, **options):
-    params = jax.eval_shape(lambda key: losses.decoder(key, 4, tied=False, times=times), jax.random.key(0))
+def planned(fn=step, times=8, layers=2, **options):
+    params = jax.eval_shape(lambda key: losses.decoder(key, layers, tied=False, times=times), jax.random.key(0))
     batch = jax.eval_shape(lambda key: losses.batch(key, 64, 32), jax.random.key(1))
     run = spmdctx.parallel(fn, **{"parallel_mode": "auto_parallel", "device_num": 4, "topology": "tpu-v5p", **options})
     return run.plan(params, batch)
@@ -38,7 +38,7 @@ def test_inside_a_fast_network_the_answer_is_the_step_without_a_pipeline():
 
 
 def test_where_one_stage_does_not_fit_a_pipeline_is_taken():
-    slow = replace(topology("h100"), devices_per_host=2, network_bytes_per_s=1e9, memory_bytes=300 * 2**20)
+    slow = replace(topology("h100"), devices_per_host=2, network_bytes_per_s=1e9, memory_bytes=90 * 2**20)
     plan = planned(pipeline_stages=2, auto_pipeline=True, topology=slow, times=64)
     assert len(plan.stages) == 2
     assert any(note.startswith("auto_pipeline chose 2 stages of at most 2") for note in plan.notes)

@@ -15,6 +15,7 @@ from spmdctx.errors import ContextError, ContextWarning, StrategyError, Unsuppor
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import local_shape
 from tests.pipeline import losses
+from tests.step.pipelined import small
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, weight_decay=0.1))
 
@@ -30,35 +31,33 @@ def decoder_step(params, state, batch):
     return optax.apply_updates(params, update), state, loss, optax.tree.norm(gradient)
 
 
-@pytest.mark.parametrize(("stages", "mode"), [(2, "auto_parallel"), (4, "semi_auto_parallel"), (8, "auto_parallel")])
-def test_steps_of_a_pipeline_have_one_device_s_numbers(stages, mode):
+@pytest.mark.parametrize(("stages", "layers", "mode"), [(2, 3, "auto_parallel"), (4, 4, "semi_auto_parallel"), (8, 8, "auto_parallel")])
+def test_steps_of_a_pipeline_have_one_device_s_numbers(stages, layers, mode):
     with jax.enable_x64(True):
-        params, batch = losses.decoder(jax.random.key(0), 8), losses.batch(jax.random.key(1), 32)
+        params, batch = losses.decoder(jax.random.key(0), layers), losses.batch(jax.random.key(1), 32)
         got = want = (params, CLIPPED.init(params))
         step = spmdctx.parallel(decoder_step, parallel_mode=mode, pipeline_stages=stages)
+        plain = jax.jit(decoder_step)
         for _ in range(3):
             *got, loss, norm = step(*got, batch)
-            *want, wanted, wanted_norm = jax.jit(decoder_step)(*want, batch)
+            *want, wanted, wanted_norm = plain(*want, batch)
         assert_close((got, loss, norm), (want, wanted, wanted_norm))
-    assert len(step.plan(*want, batch).stages) == stages
+        assert len(step.plan(*want, batch).stages) == stages
 
 
-@pytest.mark.parametrize(("layers", "stages"), [(7, 2), (4, 4)])
-def test_stacked_layers_and_their_state_have_one_device_s_numbers(layers, stages):
+def test_stacked_layers_and_their_state_have_one_device_s_numbers():
     with jax.enable_x64(True):
-        params, batch = losses.decoder(jax.random.key(0), layers, stacked=True), losses.batch(jax.random.key(1), 32)
+        params, batch = losses.decoder(jax.random.key(0), 7, stacked=True), losses.batch(jax.random.key(1), 32)
         got = want = (params, CLIPPED.init(params))
-        step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=stages)
+        step, plain = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2), jax.jit(decoder_step)
         for _ in range(3):
             *got, loss, norm = step(*got, batch)
-            *want, wanted, wanted_norm = jax.jit(decoder_step)(*want, batch)
+            *want, wanted, wanted_norm = plain(*want, batch)
         assert_close((got, loss, norm), (want, wanted, wanted_norm))
 
 
 def test_each_stage_holds_its_own_parameters_alone():
-    params, batch = losses.decoder(jax.random.key(0), 8, tied=False), losses.batch(jax.random.key(1), 32)
-    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=4)
-    params, *_ = step(params, CLIPPED.init(params), batch)
+    params, *_ = small.parallel(4)(*small.state_of(4, tied=False), small.batch_of())
     devices = [frozenset(leaf.devices()) for leaf in jax.tree.leaves(params)]
     assert {len(own) for own in devices} == {2}
     assert len(set(devices)) == 4
@@ -74,7 +73,7 @@ class Layer(nnx.Module):
 
 class Model(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([Layer(rngs) for _ in range(4)])
+        self.layers = nnx.List([Layer(rngs) for _ in range(2)])
         self.head = nnx.Linear(16, 4, rngs=rngs)
 
     def __call__(self, x):
@@ -124,7 +123,7 @@ def test_linen_with_aux_results_of_every_kind():
 
 @pytest.mark.parametrize(("asked", "noted"), [(1, 0), (2, 1), (8, 0)])
 def test_the_plan_says_whose_number_of_micro_batches_counts(asked, noted):
-    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
+    params, batch = losses.decoder(jax.random.key(0), 2), losses.batch(jax.random.key(1), 32)
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2, grad_accumulation_step=asked)
     plan = step.plan(params, CLIPPED.init(params), batch)
     assert plan.simulation.schedule.num_micro == 8
@@ -227,22 +226,17 @@ def test_a_cell_without_stages_is_noted():
 
 
 def test_a_pipeline_s_state_is_made_on_its_stages_and_its_batch_is_placed():
-    def init(key):
-        params = losses.decoder(key, 4)
-        return params, CLIPPED.init(params)
-
-    batch = losses.batch(jax.random.key(1), 32)
-    step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2)
-    params, state = step.init(init, jax.random.key(0), batch=batch)
+    batch, step = small.batch_of(), small.parallel()
+    params, state = step.init(lambda: small.state_of(tied=False), batch=batch)
     assert len({frozenset(leaf.devices()) for leaf in jax.tree.leaves(params)}) == 2
-    assert_close(params, losses.decoder(jax.random.key(0), 4), 1e-6)
+    assert_close(params, small.state_of(tied=False)[0], 1e-6)
     before = jax.tree.map(lambda leaf: leaf.sharding, params)
     params, *_ = step(params, state, step.shard_batch(batch))
     assert jax.tree.leaves(jax.tree.map(lambda leaf: leaf.sharding, params)) == jax.tree.leaves(before)
 
 
 def test_the_plan_names_the_stage_of_each_leaf_and_what_its_programs_note():
-    params, batch = losses.decoder(jax.random.key(0), 4, tied=False), losses.batch(jax.random.key(1), 32)
+    params, batch = losses.decoder(jax.random.key(0), 2, tied=False), losses.batch(jax.random.key(1), 32)
     options = {"enable_parallel_optimizer": True, "layerwise_parallel": ["nowhere"]}
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2, **options)
     args = (params, CLIPPED.init(params), batch)
@@ -262,7 +256,7 @@ def test_the_plan_names_the_stage_of_each_leaf_and_what_its_programs_note():
 
 
 def test_modes_whose_devices_all_run_the_whole_loss_have_no_stages():
-    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
+    params, batch = losses.decoder(jax.random.key(0), 2), losses.batch(jax.random.key(1), 32)
     args = (params, CLIPPED.init(params), batch)
     step = spmdctx.parallel(decoder_step, parallel_mode="data_parallel", pipeline_stages=2, gradients_mean=True)
     with pytest.warns(ContextWarning, match="pipeline_stages=2 has no effect"):
@@ -272,7 +266,7 @@ def test_modes_whose_devices_all_run_the_whole_loss_have_no_stages():
 
 
 def test_what_a_pipeline_does_not_have_is_refused_by_name():
-    params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 32)
+    params, batch = losses.decoder(jax.random.key(0), 2), losses.batch(jax.random.key(1), 32)
     args = (params, CLIPPED.init(params), batch)
     step = spmdctx.parallel(decoder_step, parallel_mode="auto_parallel", pipeline_stages=2)
     plan = step.plan(*args)
