@@ -1,4 +1,4 @@
-"""A four-layer Llama step on compile-only meshes: what its plan says it communicates, held against the compiled program."""
+"""A Llama step of few layers on compile-only meshes: what its plan says it communicates, held against the compiled program."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ STRATEGIES = {
 }
 
 
-def config(*, scan_layers: bool = False, dtype: str = "float32") -> DecoderConfig:
+def config(*, num_layers: int = 4, scan_layers: bool = False, dtype: str = "float32") -> DecoderConfig:
     """Sizes that fill whole TPU tiles on every device."""
     return DecoderConfig(
         vocab_size=2048,
         width=512,
-        num_layers=4,
+        num_layers=num_layers,
         num_heads=8,
         num_kv_heads=8,
         hidden=1408,
