@@ -99,7 +99,7 @@ def walked(fn, params, batch, schedule, mode):
 def test_a_walk_gives_one_device_s_numbers(name, stages, num_micro, mode, tied, remat):
     schedule = SCHEDULES[name](stages, num_micro)
     with jax.enable_x64(True):
-        params, batch = losses.decoder(jax.random.key(0), 8, tied=tied), losses.batch(jax.random.key(1), 4 * num_micro)
+        params, batch = losses.decoder(jax.random.key(0), schedule.num_chunks, tied=tied), losses.batch(jax.random.key(1), 4 * num_micro)
         fn = partial(losses.loss, remat=remat)
         value, gradient, counts = walked(fn, params, batch, schedule, mode)
         want, wanted = jax.jit(jax.value_and_grad(fn))(params, batch)
