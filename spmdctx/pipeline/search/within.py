@@ -20,6 +20,9 @@ _MOST_ROOMS = 5
 _OTHER_ROOMS = 2
 """The same on other meshes than that of the fastest plan."""
 
+_SPACING = 0.01
+"""Share of the budget by which a room that is too small and one that is too large must differ to look for one between them."""
+
 
 def within(own: Chosen, budget: int) -> Chosen:
     """Returns the same stages within a budget, if need be planned again, each program with what the stage leaves for it.
@@ -51,7 +54,7 @@ def _on(mesh: LogicalMesh | None, most: int, own: Chosen, memories: Sequence[Sta
     low, high, room = 0, max(plan.safe_memory_bytes for plan in plans), _room(own, memories, budget)
     cause: InfeasibleError | None = None
     for _ in range(most):
-        if not low < room < high:
+        if not low < room < high or (low and high - low <= _SPACING * budget):
             break
         staging = Staging(own.staging.loss, replace(own.staging.given, memory_bytes=room), *own.staging.parts)
         staging.settings = replace(staging.settings, mesh=mesh)

@@ -15,12 +15,13 @@ from spmdctx.cost.memory.lives import Peak
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
-from spmdctx.search.dynamic.effort import Attempt, Effort, Schedule, Standing
+from spmdctx.search.dynamic.effort import Attempt, Effort, Limits, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.allowance import Allowance
+from spmdctx.search.solver.problem.graph import cost_of
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.solve import may_be_proven, solve
 
@@ -51,6 +52,7 @@ class MeshProblem(NamedTuple):
         start: returns the choice of states from which a search starts; empty if there is none.
         starts: other such choices.
         insists: whether the search goes on while no plan is in sight.
+        has_others: whether other meshes are searched before this one is searched again.
     """
 
     tables: Tables
@@ -60,6 +62,7 @@ class MeshProblem(NamedTuple):
     start: Callable[[], Sequence[int]] = tuple
     starts: tuple[Sequence[int], ...] = ()
     insists: bool = False
+    has_others: bool = False
 
 
 class Budget:
@@ -160,35 +163,6 @@ class Budget:
         return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
 
 
-class _Limits:
-    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known."""
-
-    def __init__(self, full: float, spacing: float) -> None:
-        self.limit = self.high = self.full = full
-        self.low, self.spacing = 0.0, spacing
-
-    @property
-    def is_full(self) -> bool:
-        """Returns whether the limit is the whole budget."""
-        return self.limit == self.full
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Returns whether too little is left to try."""
-        return self.high - self.low <= self.spacing
-
-    def raise_to(self, low: float) -> None:
-        """Goes on above a limit that is too low."""
-        self.low = low
-        self.limit = (low + self.high) / 2
-
-    def lower_to(self, high: float, limit: float) -> None:
-        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
-        self.high = high
-        limit = min(self.limit - self.spacing, limit)
-        self.limit = limit if limit > self.low else (self.low + high) / 2
-
-
 class _Run:
     """One attempt. The next limit starts from the last solution.
 
@@ -203,7 +177,7 @@ class _Run:
         self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
         full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology, formulation.step.graph).total_bytes
-        self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
+        self._limits = Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
         # The bound without a budget holds within the budget too.
         self._bound_s = mesh.lower_bound_s
@@ -212,6 +186,9 @@ class _Run:
         self._copies: dict[Passing, None] = {}
         self._seen: Found | None = None
         self._refined = 0
+        self._judged: tuple[Sequence[int], Found, Peak] | None = None
+        if not effort.limits_proofs:
+            self.allowance.extend = self._goes_on
         self.fitting: Sequence[int] = ()
         self.has_run_out = False
 
@@ -240,8 +217,7 @@ class _Run:
         if self._bound_s >= self._known_s:
             return Beaten(self._bound_s)
         self._keep(solution)
-        found = self._formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)._replace(lower_bound_s=self._bound_s)
-        peak = self._budget.peak_of(found)
+        found, peak = self._planned(solution)
         fits = peak.bytes <= self._budget.memory_bytes
         if (not fits and self._counts_more(peak)) or self._proves_more(solution):
             return None
@@ -269,6 +245,27 @@ class _Run:
 
         return solver
 
+    def _planned(self, solution: Solution) -> tuple[Found, Peak]:
+        """Returns the plan of a solution, and its peak."""
+        states = solution.states[: len(self._mesh.tables.choices)]
+        if self._judged is None or self._judged[0] != states:
+            found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
+            self._judged = states, found, self._budget.peak_of(found)
+        _, found, peak = self._judged
+        return found._replace(cost_s=solution.cost, lower_bound_s=self._bound_s, counts=solution.counts), peak
+
+    def _goes_on(self, states: Sequence[int]) -> None:
+        """Lets the solver go on behind the allowance if the plan of its best choice fits, and other meshes do not come first."""
+        mesh = self._mesh
+        cost_s = cost_of(mesh.problem.costs, mesh.problem.edges, tuple(states)[: len(mesh.tables.choices)])
+        _, peak = self._planned(Solution(tuple(states), cost_s, 0.0, {}))
+        if peak.bytes <= self._budget.memory_bytes and not self._is_left(cost_s):
+            self.lift()
+
+    def _is_left(self, cost_s: float) -> bool:
+        """Returns whether other meshes come first, since a plan of this cost is far from what the mesh could have without a budget."""
+        return self._mesh.has_others and cost_s > self._mesh.lower_bound_s * (1 + self._effort.leaves)
+
     def lift(self) -> None:
         """Goes on within the limit for proofs, as a plan is known, unless the effort limits proofs like the rest."""
         if not self._effort.limits_proofs:
@@ -278,12 +275,12 @@ class _Run:
         """Ends the attempt whose allowance is spent; goes on within the effort's limit for proofs if the states so far are a plan."""
         if isinstance(solution, Solution):
             self._keep(solution)
-            found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
-            peak = self._budget.peak_of(found)
+            found, peak = self._planned(solution)
             if peak.bytes <= self._budget.memory_bytes:
-                self.lift()
                 if self._seen is None or found.cost_s < self._seen.cost_s:
-                    self._seen, self.fitting = found._replace(lower_bound_s=self._bound_s), self._last[0]
+                    self._seen, self.fitting = found, self._last[0]
+                if not self._is_left(found.cost_s):
+                    self.lift()
                 if not self.allowance.is_spent():
                     return None
             elif not self._nearest.bytes or peak.bytes < self._nearest.bytes:

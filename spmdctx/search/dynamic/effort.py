@@ -31,6 +31,7 @@ class Effort(NamedTuple):
         insists: the gap, relative to the cost, above which the plan's problem is solved once more, one level higher.
         hopeless: the solver's additions on one mesh after which it ends if no plan was seen.
         limits_proofs: whether it ends then too if a plan was seen.
+        leaves: share by which a plan then costs more than the mesh's fastest, from which on other meshes are searched first.
         refines: limits around that of the first plan that are tried too.
         proof: the solver's additions on one mesh once a plan was seen.
     """
@@ -46,6 +47,7 @@ class Effort(NamedTuple):
     insists: float = float("inf")
     hopeless: float = float("inf")
     limits_proofs: bool = False
+    leaves: float = float("inf")
     refines: int = 0
     proof: float = float("inf")
 
@@ -155,6 +157,35 @@ class Schedule(NamedTuple):
     proof: float = math.inf
 
 
+class Limits:
+    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known."""
+
+    def __init__(self, full: float, spacing: float) -> None:
+        self.limit = self.high = self.full = full
+        self.low, self.spacing = 0.0, spacing
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether the limit is the whole budget."""
+        return self.limit == self.full
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Returns whether too little is left to try."""
+        return self.high - self.low <= self.spacing
+
+    def raise_to(self, low: float) -> None:
+        """Goes on above a limit that is too low."""
+        self.low = low
+        self.limit = (low + self.high) / 2
+
+    def lower_to(self, high: float, limit: float) -> None:
+        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
+        self.high = high
+        limit = min(self.limit - self.spacing, limit)
+        self.limit = limit if limit > self.low else (self.low + high) / 2
+
+
 REPAIRED_PLAN = Schedule((Attempt(REPAIRED),))
 _FEW = ANY._replace(hopeless=_HOPELESS / 2)
 ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True, repairs=3 * _HOPELESS)
@@ -182,7 +213,7 @@ MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELE
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 
 _ENOUGH = 0.01
-_SHORT = HASTY._replace(rounds=2)
+_SHORT = HASTY._replace(rounds=2, leaves=0.12)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)

@@ -230,16 +230,24 @@ class MeshSearch:
         return self._starts.get(mesh, ())
 
     def within(
-        self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float = 0.0, *, insists: bool = False, is_later: bool = False
+        self,
+        budget: Budget,
+        fastest: Found,
+        known_s: float,
+        lower_bound_s: float = 0.0,
+        *,
+        insists: bool = False,
+        has_others: bool = False,
+        is_later: bool = False,
     ) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan within a budget on the mesh of `fastest`, which does not fit, if there is one below `known_s`.
 
-        If `is_later`, the schedule's later attempts are made.
+        If `is_later`, the schedule's later attempts are made. For the others, see `MeshProblem`.
         """
         mesh = fastest.setup.mesh
         tables, problem = self._problem(fastest.setup)
         start = partial(self._start, mesh, tables, problem)
-        own = MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists)
+        own = MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists, has_others=has_others)
         return budget.search_later(own, known_s) if is_later else budget.search_on(own, known_s)
 
     def _begin(self, setup: Setup, alike: _Begun | None = None) -> _Begun:

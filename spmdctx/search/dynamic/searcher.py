@@ -329,6 +329,7 @@ class Budgets:
         Returns the best plan, and the meshes on which none was found.
         """
         schedule, short, begun = budget.schedule, dict[LogicalMesh, Shortfall](), list[Setup]()
+        has_others = len(setups) > 1 and bool(schedule.later)
 
         def search(setup: Setup, best: Found | None, *, is_later: bool) -> Found | None:
             mesh = setup.mesh
@@ -340,7 +341,8 @@ class Budgets:
             # A later attempt knows what it found before.
             known_s = float("inf") if is_later and best is not None and best.setup.mesh == mesh else known_s
             fastest = self._fastest._replace(setup=setup)
-            found = self._meshes.within(budget, fastest, known_s, bounds[mesh], insists=best is not None, is_later=is_later)
+            how = {"insists": best is not None, "has_others": has_others and not is_later, "is_later": is_later}
+            found = self._meshes.within(budget, fastest, known_s, bounds[mesh], **how)
             bounds[mesh] = max(bounds[mesh], found.lower_bound_s)
             log_mesh(mesh, found, budget.options.memory_bytes)
             short.pop(mesh, None)

@@ -53,10 +53,11 @@ def solve(
         `Infeasible` at time -1 with an infinite limit. The limit that it names works, and is the smallest if no pair of states is
         forbidden or the problem is small. A large problem with forbidden pairs may be called infeasible because none that fits was found.
     """
-    if allowance is not None and deadline is None:
-        deadline = allowance.is_spent
-    search = _search(effort, tolerance, cutoff, deadline)
+    spent = None if allowance is None else _Spent(allowance)
+    if deadline is None:
+        deadline = spent
     graph = CostGraph.of(problem.costs, problem.edges, Pool(allowance))
+    search = _search(effort, tolerance, cutoff, deadline)
     met: tuple[tuple[int, ...], ...] = ()
     prices: tuple[tuple[int, float], ...] = ()
     with np.errstate(invalid="ignore"):
@@ -70,6 +71,8 @@ def solve(
             # Prices are minima of other costs, to which the cutoff does not apply.
             search.cutoff = float("inf")
             within = Constrained(graph, rows, search, None if known is None else _present(graph, rows, known), cutoff)
+            if spent is not None:
+                spent.within = within
             found = within.run()
             met = tuple([tuple(graph.complete(states)) for states in within.met])
             prices = rows.at_times(within.prices)
@@ -129,6 +132,23 @@ class Sought:
         with np.errstate(invalid="ignore"):
             found = None if self._minimisation is None else self._minimisation.run()
         return _solution(self.problem, self._graph, found, self._search)
+
+
+class _Spent:
+    """Says that an allowance is spent, which is first shown the best choice of the search `within` memory, once."""
+
+    def __init__(self, allowance: Allowance) -> None:
+        self._allowance, self._is_shown = allowance, False
+        self.within: Constrained | None = None
+
+    def __call__(self) -> bool:
+        allowance, best = self._allowance, None if self.within is None else self.within.best
+        if not allowance.is_spent():
+            return False
+        if self.within is not None and best is not None and allowance.extend is not None and not self._is_shown:
+            self._is_shown = True
+            allowance.extend(tuple(self.within.graph.complete(best.states)))
+        return allowance.is_spent()
 
 
 def _search(effort: int, tolerance: float, cutoff: float, deadline: float | Callable[[], bool] | None) -> SolverRun:

@@ -97,6 +97,15 @@ def test_other_meshes_are_tried_if_nothing_fits(monkeypatch):
     assert stages.asked[-1] == (70, None)
 
 
+@pytest.mark.parametrize(("size", "least", "rooms"), [(988, 975, [970, 979]), (1200, 1200, [970, 1085, 1142, 1171, 1185])])
+def test_no_room_is_tried_between_two_that_hardly_differ(monkeypatch, size, least, rooms):
+    """Programs need a room of `least`, and always take more than that."""
+    stages = Stages(monkeypatch, lambda room, mesh: None if mesh == "first" and room < least else 990)
+    with pytest.raises(InfeasibleError):
+        within.within(stages.chosen(size), 1000)
+    assert [room for room, mesh in stages.asked if mesh == "first"] == rooms
+
+
 def test_a_stage_that_fits_in_no_room_is_named(monkeypatch):
     stages = Stages(monkeypatch, lambda room, mesh: None)
     with pytest.raises(InfeasibleError, match=r"Stage 0 of 2 needs .* more than memory_bytes=100") as caught:

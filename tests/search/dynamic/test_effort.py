@@ -10,6 +10,7 @@ from spmdctx.search.dynamic.effort import ANY, HASTY, PROVEN, QUICK, SOFT, THORO
 from spmdctx.search.dynamic.results import DynamicOptions
 
 INFINITE = float("inf")
+SHORT = effort.QUICK_PLAN.attempts[0].effort
 NO_PLAN = Standing(INFINITE, is_begun=True)
 """An attempt found no plan, and proved nothing."""
 
@@ -27,9 +28,9 @@ def due(schedule, standing):
         (effort.PROVEN_PLAN, PROVEN),
         (effort.SOFT_PLAN, SOFT),
         (effort.THOROUGH_PLAN, HASTY),
-        (effort.QUICK_PLAN, HASTY._replace(rounds=2)),
-        (effort.QUICK_PLAN_OR_NONE, HASTY._replace(rounds=2)),
-        (effort.PART_PLAN_OR_NONE, HASTY._replace(rounds=2)),
+        (effort.QUICK_PLAN, SHORT),
+        (effort.QUICK_PLAN_OR_NONE, SHORT),
+        (effort.PART_PLAN_OR_NONE, SHORT),
     ],
 )
 def test_a_mesh_is_first_searched_by_the_first_effort_alone(schedule, expected):
@@ -97,18 +98,56 @@ def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_o
     assert DynamicOptions(**options).schedule_of(step) is expected
 
 
-@pytest.mark.parametrize(("own", "of_all", "expected"), [(3e8, INFINITE, 3e8), (INFINITE, 4e8, 2e8), (3e8, 4e8, 2e8)])
-def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_left(own, of_all, expected):
+def test_a_short_attempt_is_a_hasty_one_of_two_limits_that_leaves_poor_plans_for_later():
+    assert SHORT._replace(leaves=INFINITE) == HASTY._replace(rounds=2)
+    assert 0 < SHORT.leaves < INFINITE
+    assert all(attempt.effort.leaves == INFINITE for attempt in effort.QUICK_PLAN.later)
+
+
+def run_on(mesh, own, proof=INFINITE):
+    """One attempt on a mesh within 1 GiB."""
     formulation = SimpleNamespace(step=SimpleNamespace(graph=None), limits=SimpleNamespace(tolerance=0.0), topology=PRESETS["tpu-v5p"])
     around = SimpleNamespace(
         formulation=formulation,
         options=SimpleNamespace(is_small=lambda step: False),
-        schedule=effort.THOROUGH_PLAN._replace(proof=of_all),
+        schedule=effort.THOROUGH_PLAN._replace(proof=proof),
         memory_bytes=1 << 30,
         spread=0.0,
         left=lambda additions: additions,
     )
-    run = budget._Run(around, SimpleNamespace(lower_bound_s=0.0), THOROUGH._replace(proof=own), INFINITE)
+    return budget._Run(around, SimpleNamespace(lower_bound_s=1.0, **mesh), own, INFINITE)
+
+
+@pytest.mark.parametrize(("own", "of_all", "expected"), [(3e8, INFINITE, 3e8), (INFINITE, 4e8, 2e8), (3e8, 4e8, 2e8)])
+def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_left(own, of_all, expected):
+    run = run_on({}, THOROUGH._replace(proof=own), of_all)
     before = run.allowance.most
     run.lift()
     assert (before, run.allowance.most) == (THOROUGH.hopeless, expected)
+
+
+@pytest.mark.parametrize(
+    ("peak_gib", "own", "has_others", "cost_s", "goes_on"),
+    [
+        (1, SHORT, False, 2.0, True),
+        (2, SHORT, False, 2.0, False),
+        (1, SHORT, True, 2.0, False),
+        (1, SHORT, True, 1 + SHORT.leaves / 2, True),
+        (1, HASTY, True, 2.0, True),
+    ],
+)
+def test_a_search_goes_on_where_its_best_choice_fits_and_other_meshes_do_not_come_first(
+    peak_gib, own, has_others, cost_s, goes_on, monkeypatch
+):
+    run = run_on({"tables": SimpleNamespace(choices=[0])}, own)
+    run._mesh.has_others, run._mesh.problem = has_others, SimpleNamespace(costs=[[9.0, cost_s]], edges=())
+    peak = budget.Peak(0, peak_gib << 30)
+    monkeypatch.setattr(run, "_planned", lambda solution: (None, peak))
+    run.allowance.spent = own.hopeless
+    assert run.allowance.is_spent()
+    run.allowance.extend((1,))
+    assert run.allowance.is_spent() != goes_on
+
+
+def test_an_attempt_whose_proofs_are_limited_asks_for_no_more():
+    assert run_on({}, HASTY._replace(limits_proofs=True)).allowance.extend is None

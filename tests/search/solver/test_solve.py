@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from spmdctx.search.solver.problem.problem import Edge, Infeasible, Problem, Solution
+from spmdctx.search.solver.problem.allowance import Allowance
+from spmdctx.search.solver.problem.problem import Edge, Infeasible, Life, Memory, Problem, Solution
 from spmdctx.search.solver.solve import Sought, solve
 from spmdctx.search.solver.unlimited.energy import MORE_SWEEPS, SWEEPS
 from tests.search.solver.problems import cost_of, random_problem, truth, usage_of
@@ -80,6 +83,46 @@ def test_a_search_that_goes_on_ends_as_one_that_was_never_left(seed, monkeypatch
     at_once, resumed = solve(problem), sought.solve()
     assert left.counts.get("sweeps", 0) <= at_once.counts.get("sweeps", 0)
     assert resumed == at_once
+
+
+def crowded(seed):
+    """A wide grid whose nodes all take memory at once: the cheapest states take the most."""
+    problem = grid(6, 6, seed)
+    usages = tuple([costs.max() - costs for costs in problem.costs])
+    lives = tuple([Life(node, 0, 1, 1.0) for node in range(len(usages))])
+    return replace(problem, memory=Memory(usages, lives, 0.5 * sum(float(own.max()) for own in usages)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_allowance_that_is_extended_is_worth_as_much_as_a_larger_one(seed):
+    problem = crowded(seed)
+    free = Allowance()
+    whole = solve(problem, allowance=free)
+    shown = []
+
+    def extend(states):
+        shown.append(states)
+        short.most = np.inf
+
+    # The first choice that fits is known long before a third of the work is done.
+    short = Allowance(free.spent / 3, extend=extend)
+    found = solve(problem, allowance=short)
+    assert (found.states, found.cost, found.lower_bound) == (whole.states, whole.cost, whole.lower_bound)
+    assert short.spent == free.spent
+    (states,) = shown
+    assert max(usage_of(problem, states)) <= problem.memory.limit * (1 + 1e-12)
+    assert cost_of(problem, states) >= whole.cost * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_allowance_that_is_not_extended_is_asked_for_once(seed):
+    problem, asked = crowded(seed), []
+    free = Allowance()
+    solve(problem, allowance=free)
+    short = Allowance(free.spent / 3, extend=asked.append)
+    solve(problem, allowance=short)
+    assert len(asked) == 1
+    assert short.spent < free.spent
 
 
 def with_other_states(problem, seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 CALL = 8_000
@@ -11,10 +12,14 @@ CALL = 8_000
 
 @dataclass(slots=True)
 class Allowance:
-    """Additions that may be made, and those that were made."""
+    """Additions that may be made, and those that were made.
+
+    A search within memory that has spent all of them shows its best choice of states to `extend`, which may raise `most`.
+    """
 
     most: float = math.inf
     spent: float = 0.0
+    extend: Callable[[tuple[int, ...]], None] | None = None
 
     def is_spent(self) -> bool:
         """Returns whether no more may be made."""
