@@ -73,7 +73,7 @@ THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=100 * _HOPELESS)
 SOFT = Effort(level=1, counts_copies=False, hopeless=2 * _HOPELESS)
 """For a small program's plan within a budget that the user did not set."""
 
-QUICK = SOFT._replace(rounds=4, tolerance=0.005)
+QUICK = SOFT._replace(rounds=4, tolerance=0.005, proof=2 * _PROOF)
 """The same for a program that is not small."""
 
 
