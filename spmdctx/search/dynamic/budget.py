@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak
+from spmdctx.cost.memory.reserved import Piece
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
-from spmdctx.search.dynamic.effort import Attempt, Effort, Schedule, Standing
-from spmdctx.search.dynamic.formulation import Formulation
+from spmdctx.search.dynamic.effort import Attempt, Effort, Limits, Schedule, Standing
+from spmdctx.search.dynamic.formulation import Formulation, peak_in
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
+from spmdctx.search.problem.reserved_rows import with_reserved
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
@@ -68,14 +71,16 @@ class Budget:
     Args:
         formulation: states the step's problem.
         options: the budget, and how much it is worth.
-        fastest_peak: peak of the fastest plan of all.
+        fastest: bill of the fastest plan of all.
 
     `spent` are the additions of all attempts, `fitting` the states of the plans that were found, by mesh, and `costs_s` their costs.
-    `prices` are the last prices of memory that were found on any mesh; they are mostly near those of the next.
+    `prices` are the last prices of memory that were found on any mesh; they are mostly near those of the next. `reserved` is what the
+    fastest plan has XLA reserve for results.
     """
 
-    def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
-        self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
+    def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest: Bill) -> None:
+        self.formulation, self.options = formulation, options
+        self.fastest_peak, self.reserved = peak_in(fastest, is_likely=options.is_likely), fastest.reserved
         self.schedule = options.schedule_of(formulation.step)
         self.memory_bytes = options.memory_bytes or 0
         self.spread = 0.0 if options.is_likely else spread_on(formulation.topology.device).least_share(self.memory_bytes)
@@ -160,35 +165,6 @@ class Budget:
         return Shortfall(op_at(memory, solution.time), alive, enough, fastest, lower_bound_s=bound_s)
 
 
-class _Limits:
-    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known."""
-
-    def __init__(self, full: float, spacing: float) -> None:
-        self.limit = self.high = self.full = full
-        self.low, self.spacing = 0.0, spacing
-
-    @property
-    def is_full(self) -> bool:
-        """Returns whether the limit is the whole budget."""
-        return self.limit == self.full
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Returns whether too little is left to try."""
-        return self.high - self.low <= self.spacing
-
-    def raise_to(self, low: float) -> None:
-        """Goes on above a limit that is too low."""
-        self.low = low
-        self.limit = (low + self.high) / 2
-
-    def lower_to(self, high: float, limit: float) -> None:
-        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
-        self.high = high
-        limit = min(self.limit - self.spacing, limit)
-        self.limit = limit if limit > self.low else (self.low + high) / 2
-
-
 class _Run:
     """One attempt. The next limit starts from the last solution.
 
@@ -203,8 +179,11 @@ class _Run:
         self.allowance = Allowance(min(effort.hopeless, budget.left(budget.schedule.hopeless)))
         self._tolerance = max(formulation.limits.tolerance, effort.tolerance)
         full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology, formulation.step.graph).total_bytes
-        self._limits = _Limits(full, 0.0 if small else _LIMIT_SPACING * full)
+        self._limits = Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
+        if effort.level < 0:
+            # Without bounds there is nothing to prove, so that an estimate saves searches.
+            self._limits.reserved = budget.reserved
         # The bound without a budget holds within the budget too.
         self._bound_s = mesh.lower_bound_s
         self._nearest = Peak(0, 0)
@@ -227,25 +206,29 @@ class _Run:
         """Tries one limit; returns None where another try may help."""
         mesh, limits = self._mesh, self._limits
         memory, only_stored, spread = self._formulation.memory, self._effort.only_stored, self._budget.spread
-        limited = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
+        plain = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
+        limited = with_reserved(plain, mesh.tables, memory, limits.reserved, spread)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+        if limits.reserved and isinstance(solution, Shortfall):
+            solution = solution._replace(is_proven=False, lower_bound_s=0.0)
         if self.allowance.is_spent() and not self._is_near(solution):
             return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
-        if not limits.is_full and solution.lower_bound >= self._known_s:
+        if not limits.proves and solution.lower_bound >= self._known_s:
             return self._above(limits.limit)
-        if limits.is_full:
+        if limits.proves:
             self._bound_s = max(self._bound_s, solution.lower_bound)
         if self._bound_s >= self._known_s:
             return Beaten(self._bound_s)
         self._keep(solution)
         found = self._formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)._replace(lower_bound_s=self._bound_s)
-        peak = self._budget.peak_of(found)
+        bill = self._formulation.bill_of(found)
+        peak = peak_in(bill, is_likely=self._budget.options.is_likely)
         fits = peak.bytes <= self._budget.memory_bytes
         if (not fits and self._counts_more(peak)) or self._proves_more(solution):
             return None
-        return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
+        return self._with_plan(found) if fits else self._without_plan(plain, solution, peak, bill.reserved)
 
     def _is_near(self, solution: Solution | Shortfall) -> bool:
         """Returns whether the solver ended with a solution that is near enough to its bound, not for want of work."""
@@ -302,8 +285,11 @@ class _Run:
     def _short(self, shortfall: Shortfall) -> Found | Shortfall | None:
         """Goes on at a higher limit, unless the whole budget is too small."""
         limits = self._limits
-        if limits.is_full and self._seen is None:
+        if limits.proves and self._seen is None:
             return shortfall._replace(lower_bound_s=max(shortfall.lower_bound_s, self._bound_s))
+        if limits.is_full and self._seen is None:
+            limits.without_reserved()
+            return self._out_of_limits() if limits.is_exhausted else None
         # Too many bytes were taken off for a plan with many copies. Take off at most so many that the smallest feasible limit is left.
         return self._above(max(limits.limit, shortfall.enough_bytes - (self._budget.memory_bytes - limits.limit)))
 
@@ -350,19 +336,25 @@ class _Run:
         self._level += 1
         return None
 
-    def _without_plan(self, limited: Problem, solution: Solution, peak: Peak) -> Found | Shortfall | None:
-        """Tries plans one by one if the effort allows it, then goes on at a lower limit."""
+    def _without_plan(self, plain: Problem, solution: Solution, peak: Peak, reserved: Sequence[Piece]) -> Found | Shortfall | None:
+        """Tries plans one by one if the effort allows it, then goes on with what the plan reserves for results, or at a lower limit."""
         if self._seen is not None and self._level > self._effort.level:
             return self._seen._replace(lower_bound_s=self._bound_s)
         limits = self._limits
-        if limits.is_full and self._effort.branches:
-            best = self._branched(limited, solution)
+        if limits.proves and self._effort.branches:
+            best = self._branched(plain, solution)
             if best.found is None and self.allowance.is_spent():
                 return self._cut(solution)
             if not best.is_cut:
                 return short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
             self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
-        high = counted_bytes(limited, solution.states)
+        high = counted_bytes(plain, solution.states)
+        if reserved and not limits.ignores_reserved:
+            limits.reserve(reserved, high, self._budget.memory_bytes - (peak.bytes - high))
+            estimated = with_reserved(plain, self._mesh.tables, self._formulation.memory, limits.reserved, self._budget.spread)
+            high = counted_bytes(estimated, solution.states)
+            if high > limits.limit:
+                return None
         limits.lower_to(high, self._budget.memory_bytes - (peak.bytes - high))
         return self._out_of_limits() if limits.is_exhausted else None
 
