@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spmdctx.cost.memory.early_updates import EarlyUpdate
-from spmdctx.cost.memory.reserved import Piece
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.sharding import TensorSharding
 
@@ -52,7 +52,7 @@ class Bill:
     argument_bytes: int = 0
     safe_bytes: int = 0
     reserved_bytes: int = 0
-    reserved: tuple[Piece, ...] = ()
+    reserved: tuple[ReservedShare, ...] = ()
     memory_profile: tuple[int, ...] = ()
     early: tuple[EarlyUpdate, ...] = ()
     hidden_communication_s: float = 0.0

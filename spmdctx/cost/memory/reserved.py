@@ -27,7 +27,7 @@ _MOST_PIECES = 16
 """Pieces of a step, each with one share of what waits to be made."""
 
 
-class Piece(NamedTuple):
+class ReservedShare(NamedTuple):
     """Ops `start <= op < end`, and the share of the results made later that is reserved at the fullest of them."""
 
     start: int
@@ -39,7 +39,7 @@ class Reserved(NamedTuple):
     """The bytes at each op, and what they are of the results that are not made yet, piece by piece of the step."""
 
     bytes: IntArray
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ReservedShare, ...]
 
 
 def results_of(memory: StepMemory, outputs: Collection[int]) -> list[ValueLife]:
@@ -61,7 +61,7 @@ def reserved_in(memory: StepMemory, outputs: Collection[int], sizes: Sequence[in
     for start, end in pairwise(bounds):
         fullest = start + int((alive + found)[start:end].argmax())
         if found[fullest]:
-            pieces.append(Piece(start, end, float(found[fullest] / waiting[fullest])))
+            pieces.append(ReservedShare(start, end, float(found[fullest] / waiting[fullest])))
     return Reserved(found, tuple(pieces))
 
 

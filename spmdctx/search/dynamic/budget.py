@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak
-from spmdctx.cost.memory.reserved import Piece
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
@@ -336,7 +336,7 @@ class _Run:
         self._level += 1
         return None
 
-    def _without_plan(self, plain: Problem, solution: Solution, peak: Peak, reserved: Sequence[Piece]) -> Found | Shortfall | None:
+    def _without_plan(self, plain: Problem, solution: Solution, peak: Peak, reserved: Sequence[ReservedShare]) -> Found | Shortfall | None:
         """Tries plans one by one if the effort allows it, then goes on with what the plan reserves for results, or at a lower limit."""
         if self._seen is not None and self._level > self._effort.level:
             return self._seen._replace(lower_bound_s=self._bound_s)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from spmdctx.cost.memory.reserved import Piece
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 from spmdctx.search.problem.reserved_rows import at_least
 
@@ -209,7 +209,7 @@ class Limits:
     def __init__(self, full: float, spacing: float) -> None:
         self.limit = self.high = self.full = full
         self.low, self.spacing = 0.0, spacing
-        self.reserved: tuple[Piece, ...] = ()
+        self.reserved: tuple[ReservedShare, ...] = ()
         self.ignores_reserved = False
         self._instead: tuple[float, float] | None = None
 
@@ -239,7 +239,7 @@ class Limits:
         limit = min(self.limit - self.spacing, limit)
         self.limit = limit if limit > self.low else (self.low + high) / 2
 
-    def reserve(self, pieces: Sequence[Piece], high: float, limit: float) -> None:
+    def reserve(self, pieces: Sequence[ReservedShare], high: float, limit: float) -> None:
         """Counts what a plan reserves for results; notes where to go on without that: below its `high` bytes, at a limit."""
         self.reserved, self._instead = at_least(self.reserved, pieces), (high, limit)
 

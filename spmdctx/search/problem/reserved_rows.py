@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from spmdctx.cost.memory.lives import StepMemory
-from spmdctx.cost.memory.reserved import Piece, results_of
+from spmdctx.cost.memory.reserved import ReservedShare, results_of
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.problem import Life, Problem
 
 
-def with_reserved(problem: Problem, tables: Tables, memory: StepMemory, pieces: Sequence[Piece], spread: float) -> Problem:
+def with_reserved(problem: Problem, tables: Tables, memory: StepMemory, pieces: Sequence[ReservedShare], spread: float) -> Problem:
     """Returns a problem with memory whose rows count the shares in `pieces` of all results that are made later.
 
     Args:
@@ -41,9 +41,9 @@ def with_reserved(problem: Problem, tables: Tables, memory: StepMemory, pieces: 
     return replace(problem, memory=replace(problem.memory, lives=(*problem.memory.lives, *added)))
 
 
-def at_least(pieces: Sequence[Piece], others: Sequence[Piece]) -> tuple[Piece, ...]:
+def at_least(pieces: Sequence[ReservedShare], others: Sequence[ReservedShare]) -> tuple[ReservedShare, ...]:
     """Returns the pieces of one step of two plans, each with the larger share."""
     shares: dict[tuple[int, int], float] = {}
     for start, end, share in (*pieces, *others):
         shares[start, end] = max(share, shares.get((start, end), 0.0))
-    return tuple([Piece(start, end, share) for (start, end), share in sorted(shares.items())])
+    return tuple([ReservedShare(start, end, share) for (start, end), share in sorted(shares.items())])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from spmdctx.cost.memory.lives import compiled_memory
-from spmdctx.cost.memory.reserved import Piece
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
@@ -62,5 +62,5 @@ def test_without_shares_nothing_changes():
 
 
 def test_of_two_plans_the_larger_share_counts():
-    pieces = [Piece(0, 4, 0.5), Piece(4, 8, 0.25)], [Piece(4, 8, 0.75), Piece(8, 12, 1.0)]
-    assert at_least(*pieces) == (Piece(0, 4, 0.5), Piece(4, 8, 0.75), Piece(8, 12, 1.0))
+    pieces = [ReservedShare(0, 4, 0.5), ReservedShare(4, 8, 0.25)], [ReservedShare(4, 8, 0.75), ReservedShare(8, 12, 1.0)]
+    assert at_least(*pieces) == (ReservedShare(0, 4, 0.5), ReservedShare(4, 8, 0.75), ReservedShare(8, 12, 1.0))
