@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from spmdctx.cost.memory.early_updates import EarlyUpdate
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.ir.collective import Collective
 from spmdctx.ir.sharding import TensorSharding
 
@@ -36,9 +37,10 @@ class Bill:
     """All costs of an assignment in one step, per device.
 
     `shares` has the share of each collective that hides behind compute, `memory_profile` the bytes alive at each op, of which
-    `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. `reserved_bytes` come on top of the
-    peak where XLA reserves memory for results before they are made (`cost.memory.reserved`). `early` has the updates that the
-    bill counts as run right behind their gradients, `crossed` the sums that another order of axes would make cheaper.
+    `argument_bytes` are the step's arguments; `safe_bytes` allows for what compilers add to the rest. XLA reserves memory for results
+    before they are made, by which the peak is higher by `reserved_bytes`; `reserved` tells how much, in pieces of the step
+    (`cost.memory.reserved`). `early` has the updates that the bill counts as run right behind their gradients, `crossed` the sums that
+    another order of axes would make cheaper.
     """
 
     collectives: list[Collective] = field(default_factory=list)
@@ -50,6 +52,7 @@ class Bill:
     argument_bytes: int = 0
     safe_bytes: int = 0
     reserved_bytes: int = 0
+    reserved: tuple[ReservedShare, ...] = ()
     memory_profile: tuple[int, ...] = ()
     early: tuple[EarlyUpdate, ...] = ()
     hidden_communication_s: float = 0.0

@@ -7,15 +7,62 @@ their old state were planned at 0.71 to 0.94 of what XLA assigns (benchmarks/RES
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from spmdctx.cost.memory.lives import StepMemory
 from spmdctx.cost.memory.loops import ValueLife
 from spmdctx.ir.arrays import IntArray
 
 _MOST_KINDS = 16
 """Sizes of temporary values that are told apart. Others, those with the fewest bytes, are taken to find a place."""
+
+_LITTLE = 0.01
+"""Share of the peak up to which it does not matter what is reserved for results."""
+
+_MOST_PIECES = 16
+"""Pieces of a step, each with one share of what waits to be made."""
+
+
+class ReservedShare(NamedTuple):
+    """Ops `start <= op < end`, and the share of the results made later that is reserved at the fullest of them."""
+
+    start: int
+    end: int
+    share: float
+
+
+class Reserved(NamedTuple):
+    """The bytes at each op, and what they are of the results that are not made yet, piece by piece of the step."""
+
+    bytes: IntArray
+    pieces: tuple[ReservedShare, ...]
+
+
+def results_of(memory: StepMemory, outputs: Collection[int]) -> list[ValueLife]:
+    """Returns the lives of results that have memory of their own."""
+    first, end = memory.made
+    return [life for life in memory.lives[first:end] if life.value in outputs]
+
+
+def reserved_in(memory: StepMemory, outputs: Collection[int], sizes: Sequence[int], alive: IntArray) -> Reserved:
+    """Returns what is reserved beside the bytes that are alive at each op; nothing where results take hardly any memory."""
+    results, count = results_of(memory, outputs), len(alive)
+    if not count or sum(sizes[life.value] for life in results) < _LITTLE * alive.max():
+        return Reserved(np.zeros(count, dtype=np.int64), ())
+    others = [life for life in memory.lives[memory.made[0] :] if life.value not in outputs]
+    found = reserved_bytes(results, others, sizes, count)
+    waiting = _waiting(results, sizes, count)
+    bounds = np.linspace(0, count, min(_MOST_PIECES, count) + 1).astype(np.int64).tolist()
+    pieces = []
+    for start, end in pairwise(bounds):
+        fullest = start + int((alive + found)[start:end].argmax())
+        if found[fullest]:
+            pieces.append(ReservedShare(start, end, float(found[fullest] / waiting[fullest])))
+    return Reserved(found, tuple(pieces))
 
 
 def reserved_bytes(results: Sequence[ValueLife], others: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> IntArray:
@@ -27,8 +74,7 @@ def reserved_bytes(results: Sequence[ValueLife], others: Sequence[ValueLife], si
         sizes: one device's bytes of each value of the graph.
         num_ops: number of ops of the graph.
     """
-    waiting = _rows([(0, life.start, sizes[life.value]) for life in results])
-    found: IntArray = _summed(waiting, waiting[:, 2], num_ops)
+    waiting, found = _rows([(0, life.start, sizes[life.value]) for life in results]), _waiting(results, sizes, num_ops)
     most = int(waiting[:, 2].max(initial=0))
     temporary = _rows([(life.start, life.end + 1, sizes[life.value]) for life in others if 0 < sizes[life.value] <= most])
     kinds, kind = np.unique(temporary[:, 2], return_inverse=True)
@@ -43,6 +89,12 @@ def reserved_bytes(results: Sequence[ValueLife], others: Sequence[ValueLife], si
     left = temporary[~np.isin(kind, heaviest)]
     least: IntArray = np.maximum(found - _summed(left, left[:, 2], num_ops), 0)
     return least
+
+
+def _waiting(results: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> IntArray:
+    """Returns the bytes at each op of results that are not made yet."""
+    waiting = _rows([(0, life.start, sizes[life.value]) for life in results])
+    return _summed(waiting, waiting[:, 2], num_ops)
 
 
 def _rows(rows: Sequence[tuple[int, int, int]]) -> IntArray:

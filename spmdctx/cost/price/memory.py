@@ -11,7 +11,7 @@ from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.copies import Copies
 from spmdctx.cost.memory.early_updates import Late, early_updates
 from spmdctx.cost.memory.lives import Copy, StepMemory, compiled_memory, profile
-from spmdctx.cost.memory.reserved import reserved_bytes
+from spmdctx.cost.memory.reserved import reserved_in
 from spmdctx.cost.price.assigned import Assigned
 from spmdctx.cost.price.directives import Directives
 from spmdctx.cost.price.peak import set_peak
@@ -33,9 +33,6 @@ from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
 from spmdctx.machine.xla.schedule import LITTLE_BYTES, LITTLE_BYTES_ON
-
-_LITTLE = 0.01
-"""Share of the peak up to which it does not matter what is reserved for results."""
 
 
 class MemoryCount:
@@ -106,9 +103,11 @@ class MemoryCount:
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
         waits = self._assigned.topology.compiler.runs_barriers_in_order
         bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
-        bill.reserved_bytes = _reserved_bytes(memory, frozenset(graph.outputs), sizes, alive)
+        reserved = reserved_in(memory, frozenset(graph.outputs), sizes, alive)
+        every = alive + reserved.bytes
+        bill.reserved, bill.reserved_bytes = reserved.pieces, int(every.max(initial=0) - alive.max(initial=0))
         bill.argument_bytes = sum(sizes[value] for value in dict.fromkeys(graph.inputs))
-        set_peak(bill, alive.tolist(), self._assigned.topology)
+        set_peak(bill, every.tolist(), self._assigned.topology)
 
     def _found(self, bill: Bill) -> StepMemory:
         """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else.
@@ -213,13 +212,3 @@ class MemoryCount:
                         share = shares[key] = share_of(shape, minor)
                     found[value] = int(found[value] * share)
         return found
-
-
-def _reserved_bytes(memory: StepMemory, outputs: Collection[int], sizes: Sequence[int], alive: IntArray) -> int:
-    """Returns by how much the peak is higher with the memory that XLA reserves for results before they are made."""
-    first, end = memory.made
-    results = [life for life in memory.lives[first:end] if life.value in outputs]
-    if not len(alive) or sum(sizes[life.value] for life in results) < _LITTLE * alive.max():
-        return 0
-    others = [life for life in memory.lives[first:] if life.value not in outputs]
-    return int((alive + reserved_bytes(results, others, sizes, len(alive))).max() - alive.max())

@@ -11,14 +11,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import Attempt, Effort, Limits, Schedule, Standing
-from spmdctx.search.dynamic.formulation import Formulation
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of
+from spmdctx.search.dynamic.formulation import Formulation, peak_in
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of, standing_of
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
+from spmdctx.search.problem.reserved_rows import with_reserved
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.graph import cost_of
@@ -71,14 +74,16 @@ class Budget:
     Args:
         formulation: states the step's problem.
         options: the budget, and how much it is worth.
-        fastest_peak: peak of the fastest plan of all.
+        fastest: bill of the fastest plan of all.
 
     `spent` are the additions of all attempts, `fitting` the states of the plans that were found, by mesh, and `costs_s` their costs.
-    `prices` are the last prices of memory that were found on any mesh; they are mostly near those of the next.
+    `prices` are the last prices of memory that were found on any mesh; they are mostly near those of the next. `reserved` is what the
+    fastest plan has XLA reserve for results.
     """
 
-    def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest_peak: Peak) -> None:
-        self.formulation, self.options, self.fastest_peak = formulation, options, fastest_peak
+    def __init__(self, formulation: Formulation[Tables], options: DynamicOptions, fastest: Bill) -> None:
+        self.formulation, self.options = formulation, options
+        self.fastest_peak, self.reserved = peak_in(fastest, is_likely=options.is_likely), fastest.reserved
         self.schedule = options.schedule_of(formulation.step)
         self.memory_bytes = options.memory_bytes or 0
         self.spread = 0.0 if options.is_likely else spread_on(formulation.topology.device).least_share(self.memory_bytes)
@@ -87,10 +92,6 @@ class Budget:
         self.fitting: dict[LogicalMesh, Sequence[int]] = {}
         self.costs_s: dict[LogicalMesh, float] = {}
         self._ends: dict[LogicalMesh, tuple[Standing, Found | Shortfall | Beaten]] = {}
-
-    def peak_of(self, found: Found) -> Peak:
-        """Returns the peak of a plan that is to be within the budget."""
-        return self.formulation.peak_of(found, is_likely=self.options.is_likely)
 
     def begin(self, schedule: Schedule) -> None:
         """Takes another schedule, whose work is limited by itself, and which finds what it finds alone."""
@@ -134,7 +135,7 @@ class Budget:
             if isinstance(result, Shortfall) and isinstance(later, Shortfall):
                 later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
             result = better(result, later, known_s)
-            standing = _standing(result, known_s, has_run_out=run.has_run_out)
+            standing = standing_of(result, known_s, has_run_out=run.has_run_out)
             if run.fitting:
                 self.fitting[own] = run.fitting
                 self.costs_s[own] = min(standing.cost_s, self.costs_s.get(own, math.inf))
@@ -179,6 +180,9 @@ class _Run:
         full = budget.memory_bytes + (1 + budget.spread) * on_chip(formulation.topology, formulation.step.graph).total_bytes
         self._limits = Limits(full, 0.0 if small else _LIMIT_SPACING * full)
         self._level = effort.level
+        if effort.level < 0:
+            # Without bounds there is nothing to prove, so that an estimate saves searches.
+            self._limits.reserved = budget.reserved
         # The bound without a budget holds within the budget too.
         self._bound_s = mesh.lower_bound_s
         self._nearest = Peak(0, 0)
@@ -186,7 +190,7 @@ class _Run:
         self._copies: dict[Passing, None] = {}
         self._seen: Found | None = None
         self._refined = 0
-        self._judged: tuple[Sequence[int], Found, Peak] | None = None
+        self._judged: tuple[Sequence[int], Found, Bill] | None = None
         if not effort.limits_proofs:
             self.allowance.extend = self._goes_on
         self.fitting: Sequence[int] = ()
@@ -204,24 +208,27 @@ class _Run:
         """Tries one limit; returns None where another try may help."""
         mesh, limits = self._mesh, self._limits
         memory, only_stored, spread = self._formulation.memory, self._effort.only_stored, self._budget.spread
-        limited = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
+        plain = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
+        limited = with_reserved(plain, mesh.tables, memory, limits.reserved, spread)
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+        if limits.reserved and isinstance(solution, Shortfall):
+            solution = solution._replace(is_proven=False, lower_bound_s=0.0)
         if self.allowance.is_spent() and not self._is_near(solution):
             return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
-        if not limits.is_full and solution.lower_bound >= self._known_s:
+        if not limits.proves and solution.lower_bound >= self._known_s:
             return self._above(limits.limit)
-        if limits.is_full:
+        if limits.proves:
             self._bound_s = max(self._bound_s, solution.lower_bound)
         if self._bound_s >= self._known_s:
             return Beaten(self._bound_s)
         self._keep(solution)
-        found, peak = self._planned(solution)
+        found, peak, reserved = self._planned(solution)
         fits = peak.bytes <= self._budget.memory_bytes
         if (not fits and self._counts_more(peak)) or self._proves_more(solution):
             return None
-        return self._with_plan(found) if fits else self._without_plan(limited, solution, peak)
+        return self._with_plan(found) if fits else self._without_plan(plain, solution, peak, reserved)
 
     def _is_near(self, solution: Solution | Shortfall) -> bool:
         """Returns whether the solver ended with a solution that is near enough to its bound, not for want of work."""
@@ -245,20 +252,21 @@ class _Run:
 
         return solver
 
-    def _planned(self, solution: Solution) -> tuple[Found, Peak]:
-        """Returns the plan of a solution, and its peak."""
+    def _planned(self, solution: Solution) -> tuple[Found, Peak, Sequence[ReservedShare]]:
+        """Returns the plan of a solution, its peak, and what it has XLA reserve for results."""
         states = solution.states[: len(self._mesh.tables.choices)]
         if self._judged is None or self._judged[0] != states:
             found = self._formulation.plan_of(self._mesh.fastest.setup, self._mesh.tables, solution)
-            self._judged = states, found, self._budget.peak_of(found)
-        _, found, peak = self._judged
-        return found._replace(cost_s=solution.cost, lower_bound_s=self._bound_s, counts=solution.counts), peak
+            self._judged = states, found, self._formulation.bill_of(found)
+        _, found, bill = self._judged
+        peak = peak_in(bill, is_likely=self._budget.options.is_likely)
+        return found._replace(cost_s=solution.cost, lower_bound_s=self._bound_s, counts=solution.counts), peak, bill.reserved
 
     def _goes_on(self, states: Sequence[int]) -> None:
         """Lets the solver go on behind the allowance if the plan of its best choice fits, and other meshes do not come first."""
         mesh = self._mesh
         cost_s = cost_of(mesh.problem.costs, mesh.problem.edges, tuple(states)[: len(mesh.tables.choices)])
-        _, peak = self._planned(Solution(tuple(states), cost_s, 0.0, {}))
+        _, peak, _ = self._planned(Solution(tuple(states), cost_s, 0.0, {}))
         if peak.bytes <= self._budget.memory_bytes and not self._is_left(cost_s):
             self.lift()
 
@@ -275,7 +283,7 @@ class _Run:
         """Ends the attempt whose allowance is spent; goes on within the effort's limit for proofs if the states so far are a plan."""
         if isinstance(solution, Solution):
             self._keep(solution)
-            found, peak = self._planned(solution)
+            found, peak, _ = self._planned(solution)
             if peak.bytes <= self._budget.memory_bytes:
                 if self._seen is None or found.cost_s < self._seen.cost_s:
                     self._seen, self.fitting = found, self._last[0]
@@ -299,8 +307,11 @@ class _Run:
     def _short(self, shortfall: Shortfall) -> Found | Shortfall | None:
         """Goes on at a higher limit, unless the whole budget is too small."""
         limits = self._limits
-        if limits.is_full and self._seen is None:
+        if limits.proves and self._seen is None:
             return shortfall._replace(lower_bound_s=max(shortfall.lower_bound_s, self._bound_s))
+        if limits.is_full and self._seen is None:
+            limits.without_reserved()
+            return self._out_of_limits() if limits.is_exhausted else None
         # Too many bytes were taken off for a plan with many copies. Take off at most so many that the smallest feasible limit is left.
         return self._above(max(limits.limit, shortfall.enough_bytes - (self._budget.memory_bytes - limits.limit)))
 
@@ -347,19 +358,25 @@ class _Run:
         self._level += 1
         return None
 
-    def _without_plan(self, limited: Problem, solution: Solution, peak: Peak) -> Found | Shortfall | None:
-        """Tries plans one by one if the effort allows it, then goes on at a lower limit."""
+    def _without_plan(self, plain: Problem, solution: Solution, peak: Peak, reserved: Sequence[ReservedShare]) -> Found | Shortfall | None:
+        """Tries plans one by one if the effort allows it, then goes on with what the plan reserves for results, or at a lower limit."""
         if self._seen is not None and self._level > self._effort.level:
             return self._seen._replace(lower_bound_s=self._bound_s)
         limits = self._limits
-        if limits.is_full and self._effort.branches:
-            best = self._branched(limited, solution)
+        if limits.proves and self._effort.branches:
+            best = self._branched(plain, solution)
             if best.found is None and self.allowance.is_spent():
                 return self._cut(solution)
             if not best.is_cut:
                 return short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
             self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
-        high = counted_bytes(limited, solution.states)
+        high = counted_bytes(plain, solution.states)
+        if reserved and not limits.ignores_reserved:
+            limits.reserve(reserved, high, self._budget.memory_bytes - (peak.bytes - high))
+            estimated = with_reserved(plain, self._mesh.tables, self._formulation.memory, limits.reserved, self._budget.spread)
+            high = counted_bytes(estimated, solution.states)
+            if high > limits.limit:
+                return None
         limits.lower_to(high, self._budget.memory_bytes - (peak.bytes - high))
         return self._out_of_limits() if limits.is_exhausted else None
 
@@ -369,7 +386,7 @@ class _Run:
 
         def accept(solution: Solution) -> Found | None:
             found = formulation.plan_of(mesh.fastest.setup, mesh.tables, solution)
-            if self._budget.peak_of(found).bytes > self._budget.memory_bytes:
+            if not formulation.fits(found, self._budget.memory_bytes, is_likely=self._budget.options.is_likely):
                 return None
             self.lift()
             return found
@@ -382,9 +399,3 @@ class _Run:
     def _out_of_limits(self) -> Found | Shortfall:
         self.has_run_out = self._seen is None
         return short_of(self._nearest, self._mesh.fastest, self._bound_s) if self._seen is None else self._seen
-
-
-def _standing(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out: bool) -> Standing:
-    cost_s = result.cost_s if isinstance(result, Found) else math.inf
-    is_settled = isinstance(result, Beaten) or (isinstance(result, Shortfall) and result.is_proven)
-    return Standing(known_s, cost_s, result.lower_bound_s, is_begun=True, is_settled=is_settled, has_run_out=has_run_out)

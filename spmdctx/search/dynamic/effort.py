@@ -1,13 +1,15 @@
-"""The efforts of a search within a memory budget, and the schedules of attempts on each mesh, as data."""
+"""The efforts of a search within a memory budget, and the schedules of attempts on each mesh, as data; and the limits that one tries."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
+from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
+from spmdctx.search.problem.reserved_rows import at_least
 
 _HOPELESS = 1e8
 """Additions that take a small part of a second."""
@@ -157,35 +159,6 @@ class Schedule(NamedTuple):
     proof: float = math.inf
 
 
-class Limits:
-    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known."""
-
-    def __init__(self, full: float, spacing: float) -> None:
-        self.limit = self.high = self.full = full
-        self.low, self.spacing = 0.0, spacing
-
-    @property
-    def is_full(self) -> bool:
-        """Returns whether the limit is the whole budget."""
-        return self.limit == self.full
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Returns whether too little is left to try."""
-        return self.high - self.low <= self.spacing
-
-    def raise_to(self, low: float) -> None:
-        """Goes on above a limit that is too low."""
-        self.low = low
-        self.limit = (low + self.high) / 2
-
-    def lower_to(self, high: float, limit: float) -> None:
-        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
-        self.high = high
-        limit = min(self.limit - self.spacing, limit)
-        self.limit = limit if limit > self.low else (self.low + high) / 2
-
-
 REPAIRED_PLAN = Schedule((Attempt(REPAIRED),))
 _FEW = ANY._replace(hopeless=_HOPELESS / 2)
 ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True, repairs=3 * _HOPELESS)
@@ -227,3 +200,53 @@ _ENOUGH_OF_A_PART = 0.02
 
 # Of many parts that are planned one by one, the last two percent of one are worth no long search.
 PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH_OF_A_PART)),))
+
+
+class Limits:
+    """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known.
+
+    With `reserved` (`search.problem.reserved_rows`), what is counted is an estimate, and proves nothing.
+    """
+
+    def __init__(self, full: float, spacing: float) -> None:
+        self.limit = self.high = self.full = full
+        self.low, self.spacing = 0.0, spacing
+        self.reserved: tuple[ReservedShare, ...] = ()
+        self.ignores_reserved = False
+        self._instead: tuple[float, float] | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether the limit is the whole budget."""
+        return self.limit == self.full
+
+    @property
+    def proves(self) -> bool:
+        """Returns whether no plan in the budget is outside of what is searched."""
+        return self.is_full and not self.reserved
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Returns whether too little is left to try."""
+        return self.high - self.low <= self.spacing
+
+    def raise_to(self, low: float) -> None:
+        """Goes on above a limit that is too low."""
+        self.low = low
+        self.limit = (low + self.high) / 2
+
+    def lower_to(self, high: float, limit: float) -> None:
+        """Goes on below a plan with `high` counted bytes, at a limit if that is not too low."""
+        self.high = high
+        limit = min(self.limit - self.spacing, limit)
+        self.limit = limit if limit > self.low else (self.low + high) / 2
+
+    def reserve(self, pieces: Sequence[ReservedShare], high: float, limit: float) -> None:
+        """Counts what a plan reserves for results; notes where to go on without that: below its `high` bytes, at a limit."""
+        self.reserved, self._instead = at_least(self.reserved, pieces), (high, limit)
+
+    def without_reserved(self) -> None:
+        """Goes on with plain rows at a lower limit, as too much was counted."""
+        self.reserved, self.ignores_reserved = (), True
+        if self._instead is not None:
+            self.lower_to(*self._instead)

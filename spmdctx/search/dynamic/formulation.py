@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property, partial
 from typing import Generic, TypeVar
 
+from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak, StepMemory, compiled_memory
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import StrategyError
@@ -126,8 +127,11 @@ class Formulation(Generic[TablesT]):
 
     def peak_of(self, found: Found, *, is_likely: bool = False) -> Peak:
         """Returns the op at which most bytes are alive, copies included, and how many are safe to allow for, or likely."""
-        bill = bill_of(self.step, found.assignment, found.setup.mesh, self.topology)
-        return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes if is_likely else bill.safe_bytes)
+        return peak_in(self.bill_of(found), is_likely=is_likely)
+
+    def bill_of(self, found: Found) -> Bill:
+        """Returns the bill of a plan."""
+        return bill_of(self.step, found.assignment, found.setup.mesh, self.topology)
 
     def fits(self, found: Found, memory_bytes: int | None, *, is_likely: bool = False) -> bool:
         """Returns whether the safe end of a plan's peak, or the likely one, is within a budget."""
@@ -135,6 +139,11 @@ class Formulation(Generic[TablesT]):
 
     def _price_s(self, assignment: Assignment, mesh: LogicalMesh) -> float:
         return bill_of(self.step, assignment, mesh, self.topology).total_s
+
+
+def peak_in(bill: Bill, *, is_likely: bool = False) -> Peak:
+    """Returns the op at which most bytes are alive, and how many are safe to allow for, or likely."""
+    return Peak(bill.memory_profile.index(bill.memory_bytes), bill.memory_bytes if is_likely else bill.safe_bytes)
 
 
 def _numbered(pins: Mapping[int, object]) -> dict[int, int]:

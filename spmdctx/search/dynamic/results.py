@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -151,6 +152,13 @@ def better(earlier: Found | Shortfall | Beaten | None, later: Found | Shortfall 
 def short_of(nearest: Peak, fastest: Found, bound_s: float) -> Shortfall:
     """Returns the shortfall if no plan was found; `nearest` is the lowest peak seen."""
     return Shortfall(nearest.time, nearest.bytes, nearest.bytes, fastest, lower_bound_s=bound_s)
+
+
+def standing_of(result: Found | Shortfall | Beaten, known_s: float, *, has_run_out: bool) -> effort.Standing:
+    """Returns the state of the search of a mesh after an attempt."""
+    cost_s = result.cost_s if isinstance(result, Found) else math.inf
+    is_settled = isinstance(result, Beaten) or (isinstance(result, Shortfall) and result.is_proven)
+    return effort.Standing(known_s, cost_s, result.lower_bound_s, is_begun=True, is_settled=is_settled, has_run_out=has_run_out)
 
 
 def log_mesh(mesh: LogicalMesh, found: Found | Shortfall | Beaten, memory_bytes: int | None = None) -> None:

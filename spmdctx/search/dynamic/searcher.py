@@ -105,7 +105,7 @@ class Searcher(Search):
         is_likely = self._options.is_likely
         if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes, is_likely=is_likely):
             return found
-        budget = Budget(formulation, self._options, formulation.peak_of(found, is_likely=is_likely))
+        budget = Budget(formulation, self._options, formulation.bill_of(found))
         self._meshes.within(budget, found, known_s)
         return self._meshes.within(budget, found, known_s, is_later=True)
 
@@ -151,7 +151,7 @@ class Budgets:
             return _as_plan(self._fastest)
         if self._fastest.is_interrupted:
             raise KeyboardInterrupt
-        budget = Budget(formulation, options, formulation.peak_of(self._fastest, is_likely=options.is_likely))
+        budget = Budget(formulation, options, formulation.bill_of(self._fastest))
         self._best = self._first = None
         try:
             found = _as_result(self._cheapest(budget))
@@ -295,7 +295,10 @@ class Budgets:
             # An error names a budget that this short search meets. Its plan may be poor, so more searches start from it.
             own = budget.schedule
             budget.begin(ENOUGH_PLAN)
-            best, _ = self._pass(budget, setups, bounds, None)
+            # From the bounds that are known here it would take another way.
+            first = dict(self._bounds)
+            best, _ = self._pass(budget, setups, first, None)
+            bounds = {mesh: max(bound, first[mesh]) for mesh, bound in bounds.items()}
             budget.begin(own._replace(enough=_NEAR_ENOUGH) if budget.options.is_soft else own)
         if best is not None and not budget.schedule.stops_at_first:
             # Meshes that were given up while no plan was in sight may have a cheaper one.

@@ -116,7 +116,7 @@ class RecursiveSearcher(Search):
         if isinstance(fastest, Beaten) or formulation.fits(fastest, memory_bytes):
             return fastest
         tables = formulation.tables(setup)
-        budget = Budget(formulation, self._within, formulation.peak_of(fastest))
+        budget = Budget(formulation, self._within, formulation.bill_of(fastest))
         found = budget.search_alone(MeshProblem(tables, tables.problem(), fastest), known_s)
         if isinstance(found, Found):
             unfit = f"the cheapest plan on a mesh {found.setup.mesh.shape} does not fit"

@@ -15,6 +15,7 @@ from spmdctx.ir.mesh import LogicalMesh, format_sharding
 from spmdctx.ir.projection import partial_axes
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.xla.collectives.barriers import NO_BUCKETS, NO_GROUPS
+from spmdctx.machine.xla.memory.spread import safe_bytes as safe_bytes_of
 from spmdctx.plan.data import PeakForm, PeakNote, PlannedTensor, WorkForm
 from spmdctx.rules import has_rule
 from spmdctx.search.optimizer.asked import optimizer_sharding
@@ -88,7 +89,8 @@ def plan_notes(
         notes += [f"{op.primitive} is computed whole on every device: {op.rule.reason} ({origins[op.id].source})." for op in whole]
     notes += _stored_otherwise(program.graph, setup, assignment)
     of_peak = memory_notes(settings, bill.memory_bytes, bill.safe_bytes)
-    notes += of_peak or ([] if captured.is_part else _reserved_notes(settings, bill))
+    notes += of_peak
+    notes += _reserved_notes(settings, bill) if of_peak and not captured.is_part else []
     if setup.mesh.num_devices > 1:
         notes += [] if captured.is_part else _batch_notes(program)
         # What follows a pipeline's loss has no batch, by which its devices could share the work.
@@ -170,14 +172,15 @@ def memory_notes(settings: Settings, peak_bytes: int, safe_bytes: int) -> list[s
 
 
 def _reserved_notes(settings: Settings, bill: Bill) -> list[str]:
-    """Returns a note if a peak that fits a device may not do so with the memory that XLA reserves for results."""
-    machine, peak = settings.topology, bill.safe_bytes + bill.reserved_bytes
-    if not bill.reserved_bytes or peak <= machine.memory_bytes:
+    """Returns a note if a peak that is over, or may be, would be within without the memory that XLA reserves for results."""
+    budget = settings.memory_bytes
+    limit = settings.topology.memory_bytes if budget is None else budget
+    least = safe_bytes_of(bill.memory_bytes - bill.reserved_bytes, bill.argument_bytes, settings.topology.device)
+    if least > limit:
         return []
     return [
-        f"XLA reserves memory for results while the old state is kept: the peak may be up to {exact_bytes_text(peak)} per device, over the "
-        f"{bytes_text(machine.memory_bytes)} that a program may use of a {machine.device}. donate_argnums for the state saves "
-        f"{bytes_text(bill.reserved_bytes)}."
+        f"Of the peak, {bytes_text(bill.reserved_bytes)} are what XLA reserves for results while the old state is kept: donate_argnums for "
+        "the state saves them."
     ]
 
 

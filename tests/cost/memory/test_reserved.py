@@ -52,13 +52,25 @@ X = jax.ShapeDtypeStruct((16384, 1024), jnp.float32)
 WEIGHTS = [jax.ShapeDtypeStruct((1024, 8192), jnp.float32)] * 4
 
 
+def _plan(donated, machine="tpu-v5p"):
+    return spmdctx.parallel(_step, parallel_mode="stand_alone", topology=machine, donate_argnums=donated).plan(WEIGHTS, X)
+
+
+STATE_BYTES = sum(weight.size * 4 for weight in WEIGHTS)
+
+
+def test_the_peak_counts_the_new_state_beside_the_old_one_from_the_start():
+    kept, donated = _plan(()), _plan(0)
+    assert kept.cost.memory_bytes - donated.cost.memory_bytes > 0.6 * STATE_BYTES
+    assert kept.memory_profile[0] >= 1.9 * STATE_BYTES > donated.memory_profile[0]
+
+
 @pytest.mark.parametrize(("donated", "is_told"), [((), True), (0, False)])
-def test_a_note_tells_that_results_may_not_fit_beside_the_old_state(donated, is_told):
-    free = spmdctx.parallel(_step, parallel_mode="stand_alone", topology="tpu-v5p", donate_argnums=donated).plan(WEIGHTS, X)
-    peak = free.safe_memory_bytes + 2**20
-    small = replace(PRESETS["tpu-v5p"], memory_bytes=peak)
-    found = spmdctx.parallel(_step, parallel_mode="stand_alone", topology=small, donate_argnums=donated).plan(WEIGHTS, X)
-    assert any("XLA reserves memory for results" in note for note in found.notes) == is_told
+def test_a_note_tells_what_donated_state_would_save_where_a_peak_may_not_fit(donated, is_told):
+    small = replace(PRESETS["tpu-v5p"], memory_bytes=_plan(donated).safe_memory_bytes - 2**20)
+    found = _plan(donated, small)
+    assert any("donate_argnums for the state saves them" in note for note in found.notes) == is_told
+    assert any("memory" in note or "peak" in note for note in found.notes)
 
 
 def test_the_compiled_program_holds_them_from_the_start():
@@ -66,5 +78,25 @@ def test_the_compiled_program_holds_them_from_the_start():
     for donated in ((), (0,)):
         run = spmdctx.parallel(_step, parallel_mode="stand_alone", devices=devices, donate_argnums=donated)
         peaks.append(peak_bytes(run.lower(WEIGHTS, X).compile()))
-    state = sum(weight.size * 4 for weight in WEIGHTS)
-    assert peaks[0] - peaks[1] > 0.6 * state
+    assert peaks[0] - peaks[1] > 0.6 * STATE_BYTES
+
+
+@pytest.mark.parametrize("mode", ["dynamic_programming", "recursive_programming"])
+def test_a_search_within_memory_counts_them(mode):
+    def step(state, x):
+        def loss(weights):
+            y = x
+            for up, down in weights:
+                y = y + jnp.tanh(y @ up) @ down
+            return jnp.mean(y**2)
+
+        weights, momentum = state
+        momentum = jax.tree.map(lambda own, slope: 0.9 * own + slope, momentum, jax.grad(loss)(weights))
+        return jax.tree.map(lambda own, change: own - 0.1 * change, weights, momentum), momentum
+
+    weights = [(jax.ShapeDtypeStruct((1024, 4096), jnp.float32), jax.ShapeDtypeStruct((4096, 1024), jnp.float32))] * 2
+    arguments = (weights, weights), jax.ShapeDtypeStruct((8192, 1024), jnp.float32)
+    options = {"parallel_mode": "auto_parallel", "search_mode": mode, "device_num": 8, "topology": "tpu-v5e"}
+    free = spmdctx.plan(step, *arguments, **options)
+    budget = int(0.9 * free.safe_memory_bytes)
+    assert spmdctx.plan(step, *arguments, **options, memory_bytes=budget).safe_memory_bytes <= budget

@@ -239,7 +239,7 @@ def test_the_search_prices_an_op_as_the_bill_does(stored):
 @pytest.mark.parametrize("narrows", [True, False])
 def test_a_sum_that_is_kept_narrow_is_reduced_before_it_is_narrowed(axis, share, narrows):
     machine = dataclasses.replace(CPU, narrows_matrix_operands=narrows, fuses_into_products=True)
-    program = trace(lambda x, w, v: (lambda y: jnp.tanh(y) * jnp.cos(y))(x @ w) @ v, X, W, W)
+    program = trace(lambda x, w, v: jnp.sum((lambda y: jnp.tanh(y) * jnp.cos(y))(x @ w) @ v), X, W, W)
     first = program.graph.ops[0]
     assignment = spread(program, {0: ((), axis), 1: (axis, ()), 2: WHOLE})
     profile = price(Step(program.graph, program.scopes, program.from_literals), assignment, MESH, machine).memory_profile
