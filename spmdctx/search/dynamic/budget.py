@@ -264,8 +264,7 @@ class _Run:
 
     def _goes_on(self, states: Sequence[int]) -> None:
         """Lets the solver go on behind the allowance if the plan of its best choice fits, and other meshes do not come first."""
-        mesh = self._mesh
-        cost_s = cost_of(mesh.problem.costs, mesh.problem.edges, tuple(states)[: len(mesh.tables.choices)])
+        cost_s = cost_of(self._mesh.problem.costs, self._mesh.problem.edges, tuple(states)[: len(self._mesh.tables.choices)])
         _, peak, _ = self._planned(Solution(tuple(states), cost_s, 0.0, {}))
         if peak.bytes <= self._budget.memory_bytes and not self._is_left(cost_s):
             self.lift()

@@ -136,13 +136,11 @@ def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_lef
         (1, HASTY, True, 2.0, True),
     ],
 )
-def test_a_search_goes_on_where_its_best_choice_fits_and_other_meshes_do_not_come_first(
-    peak_gib, own, has_others, cost_s, goes_on, monkeypatch
-):
+def test_a_search_goes_on_if_its_best_choice_fits_and_no_mesh_comes_first(peak_gib, own, has_others, cost_s, goes_on, monkeypatch):
     run = run_on({"tables": SimpleNamespace(choices=[0])}, own)
     run._mesh.has_others, run._mesh.problem = has_others, SimpleNamespace(costs=[[9.0, cost_s]], edges=())
     peak = budget.Peak(0, peak_gib << 30)
-    monkeypatch.setattr(run, "_planned", lambda solution: (None, peak))
+    monkeypatch.setattr(run, "_planned", lambda solution: (None, peak, ()))
     run.allowance.spent = own.hopeless
     assert run.allowance.is_spent()
     run.allowance.extend((1,))
