@@ -98,7 +98,7 @@ def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_o
     assert DynamicOptions(**options).schedule_of(step) is expected
 
 
-def test_a_short_attempt_is_a_hasty_one_of_two_limits_that_leaves_poor_plans_for_later():
+def test_a_short_attempt_is_a_hasty_one_that_leaves_poor_plans_for_later():
     assert SHORT._replace(leaves=INFINITE) == HASTY._replace(rounds=2)
     assert 0 < SHORT.leaves < INFINITE
     assert all(attempt.effort.leaves == INFINITE for attempt in effort.QUICK_PLAN.later)
