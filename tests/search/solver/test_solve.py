@@ -125,6 +125,19 @@ def test_an_allowance_that_is_not_extended_is_asked_for_once(seed):
     assert short.spent < free.spent
 
 
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.4, 0.8])
+def test_an_allowance_that_ends_while_states_are_discarded_leads_to_an_answer(share):
+    for seed in range(200):
+        problem, free = random_problem(seed, max_nodes=8, max_states=5), Allowance()
+        whole = solve(problem, allowance=free)
+        found = solve(problem, allowance=Allowance(share * free.spent))
+        if isinstance(found, Solution):
+            assert isinstance(whole, Solution), seed
+            assert found.cost == pytest.approx(cost_of(problem, found.states), rel=1e-12), seed
+            assert max(usage_of(problem, found.states)) <= problem.memory.limit * (1 + 1e-12), seed
+            assert found.lower_bound <= whole.cost * (1 + 1e-12), seed
+
+
 def with_other_states(problem, seed):
     """A problem with costs that are nearly the same, the states in another order and one left out; the places of its states before."""
     random = np.random.default_rng(seed)

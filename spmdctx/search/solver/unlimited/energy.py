@@ -111,18 +111,20 @@ class SolverRun:
 
 def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
     """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; returns False if nothing is finite."""
-    over = search.progress() + REDUCING_SHARE
+    over, is_over = search.progress() + REDUCING_SHARE, search.effort < (THOROUGH if rows is None else 1)
     while True:
         if not supported(graph):
             return False
         graph.split()
         graph.peel(None if rows is None else rows.live)
-        if search.effort < (THOROUGH if rows is None else 1):
+        if is_over:
             return True
         removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)
-        if not removed or search.progress() > over:
+        if not removed:
             return True
+        # Nodes that are left with one state go, even if the time is over.
+        is_over = search.progress() > over
 
 
 class Minimisation:
