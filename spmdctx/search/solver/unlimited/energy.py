@@ -112,9 +112,7 @@ class SolverRun:
 def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
     """Makes a graph smaller without changing its optimum, with the memory of `rows` if given; returns False if nothing is finite."""
     over, is_over = search.progress() + REDUCING_SHARE, search.effort < (THOROUGH if rows is None else 1)
-    while True:
-        if not supported(graph):
-            return False
+    while supported(graph):
         graph.split()
         graph.peel(None if rows is None else rows.live)
         if is_over:
@@ -123,8 +121,8 @@ def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> boo
         search.count("dominated", removed)
         if not removed:
             return True
-        # Nodes that are left with one state go, even if the time is over.
-        is_over = search.progress() > over
+        is_over = search.progress() > over  # Nodes of one state go nevertheless.
+    return False
 
 
 class Minimisation:
