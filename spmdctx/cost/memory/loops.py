@@ -58,11 +58,15 @@ def hoisted(graph: Graph, loops: Loops, carried: Container[int], materialized: b
         before, inside, end = values[op.operands[0]], op.results[0], loops.last[op.id]
         if end == op.id or before.shape != values[inside].shape:
             continue
-        size = item_bytes(before.dtype)
-        made = [reader.results[0] for reader in graph.readers[inside] if reader.primitive == "convert_element_type"]
-        narrow = [value for value in made if not materialized[value] and item_bytes(values[value].dtype) < size]
-        found += [ValueLife(value, op.id, end) for value in narrow[:1]]
+        found += [ValueLife(value, op.id, end) for value in _narrow_copies(graph, inside, materialized)[:1]]
     return found
+
+
+def _narrow_copies(graph: Graph, inside: int, materialized: bytearray) -> list[int]:
+    """Returns what a loop makes of a value that enters it by giving it a narrower type, where that is fused into what reads it."""
+    size = item_bytes(graph.values[inside].dtype)
+    made = [reader.results[0] for reader in graph.readers[inside] if reader.primitive == "convert_element_type"]
+    return [value for value in made if not materialized[value] and item_bytes(graph.values[value].dtype) < size]
 
 
 def _narrow_stacks(graph: Graph, loops: Loops, carried: Container[int], materialized: bytearray) -> list[ValueLife]:
@@ -76,10 +80,7 @@ def _narrow_stacks(graph: Graph, loops: Loops, carried: Container[int], material
         inside, (stack, start, end) = op.results[0], _outermost(graph, op, loops, carried)
         if inside in carried or stack not in arguments or values[stack].shape[1:] != values[inside].shape:
             continue
-        size = item_bytes(values[inside].dtype)
-        made = [reader.results[0] for reader in graph.readers[inside] if reader.primitive == "convert_element_type"]
-        narrow = [value for value in made if not materialized[value] and item_bytes(values[value].dtype) < size]
-        for value in narrow[:1]:
+        for value in _narrow_copies(graph, inside, materialized)[:1]:
             known = found.get(stack, ValueLife(value, start, end))
             found[stack] = ValueLife(known.value, min(start, known.start), max(end, known.end))
     return [life for stack, life in found.items() for _ in range(values[stack].shape[0])]

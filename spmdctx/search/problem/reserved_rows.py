@@ -32,12 +32,12 @@ def with_reserved(problem: Problem, tables: Tables, memory: StepMemory, pieces: 
     added: list[Life] = []
     for value, start, _ in results_of(memory, frozenset(space.graph.outputs)):
         slot = space.slot_of[value]
-        node = (
-            -1 if slot in space.free_slots or network.folded.slot_class[slot] < 0 else network.slot_nodes[network.folded.slot_class[slot]]
-        )
-        if node >= 0:
-            own = [(piece, min(piece.end, start)) for piece in pieces if piece.start < start]
-            added += [Life(node, first + piece.start, first + end, piece.share * (1 + spread)) for first in firsts for piece, end in own]
+        slot_class = network.folded.slot_class[slot]
+        if slot in space.free_slots or slot_class < 0:
+            continue
+        node = network.slot_nodes[slot_class]
+        own = [(piece, min(piece.end, start)) for piece in pieces if piece.start < start]
+        added += [Life(node, first + piece.start, first + end, piece.share * (1 + spread)) for first in firsts for piece, end in own]
     return replace(problem, memory=replace(problem.memory, lives=(*problem.memory.lives, *added)))
 
 
