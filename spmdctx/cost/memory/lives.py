@@ -223,7 +223,7 @@ class _Liveness:
         is_split: bool,
         fuses_into_products: bool,
     ) -> None:
-        self.graph, self.scopes, self.is_split, self.fuses_into_products = graph, scopes, is_split, fuses_into_products
+        self.graph, self.scopes, self.is_split = graph, scopes, is_split
         self.given = given_values(graph)
         self.materialized = materialized_values(graph, self.given)
         if fuses_into_products:
@@ -263,7 +263,7 @@ class _Liveness:
             start = self.start.get(value, self.runs[op])
             (in_carries if value in self.replacing else found).append(ValueLife(value, start, max(self.end[value], start)))
         made_lives = len(self.given), len(found)
-        found += hoisted(graph, self.loops, self.carried, self.materialized, takes_slices=self.fuses_into_products)
+        found += hoisted(graph, self.loops, self.carried, self.materialized)
         if copies_for_loops:
             copied = loop_reads(graph, self.materialized, self.carried, is_split=self.is_split)
             found += copied_for_loops(copied, self.loops, self.runs)

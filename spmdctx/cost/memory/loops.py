@@ -6,7 +6,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from spmdctx.ir.analysis.kinds import ops_of
-from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
+from spmdctx.ir.graph import LITERAL, Graph, item_bytes
 from spmdctx.ir.primitives import ENTERING, LEAVING
 from spmdctx.machine.xla.memory.loop_copies import LoopRead
 
@@ -46,55 +46,20 @@ class Loops:
                 entered.discard(scope)
 
 
-def hoisted(graph: Graph, loops: Loops, carried: Container[int], materialized: bytearray, *, takes_slices: bool = False) -> list[ValueLife]:
-    """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first iteration.
-
-    If it `takes_slices`, also those of arguments of which an iteration reads a slice.
-    """
-    values, found = graph.values, _narrow_stacks(graph, loops, carried, materialized) if takes_slices else []
+def hoisted(graph: Graph, loops: Loops, carried: Container[int], materialized: bytearray) -> list[ValueLife]:
+    """Returns the lives of narrow copies of values that loops do not change: XLA makes them once, before the first iteration."""
+    values, found = graph.values, []
     for op in ops_of(graph, ENTERING):
         if op.results[0] in carried or op.operands[0] == LITERAL:
             continue
         before, inside, end = values[op.operands[0]], op.results[0], loops.last[op.id]
         if end == op.id or before.shape != values[inside].shape:
             continue
-        found += [ValueLife(value, op.id, end) for value in _narrow_copies(graph, inside, materialized)[:1]]
+        size = item_bytes(before.dtype)
+        made = [reader.results[0] for reader in graph.readers[inside] if reader.primitive == "convert_element_type"]
+        narrow = [value for value in made if not materialized[value] and item_bytes(values[value].dtype) < size]
+        found += [ValueLife(value, op.id, end) for value in narrow[:1]]
     return found
-
-
-def _narrow_copies(graph: Graph, inside: int, materialized: bytearray) -> list[int]:
-    """Returns what a loop makes of a value that enters it by giving it a narrower type, where that is fused into what reads it."""
-    size = item_bytes(graph.values[inside].dtype)
-    made = [reader.results[0] for reader in graph.readers[inside] if reader.primitive == "convert_element_type"]
-    return [value for value in made if not materialized[value] and item_bytes(graph.values[value].dtype) < size]
-
-
-def _narrow_stacks(graph: Graph, loops: Loops, carried: Container[int], materialized: bytearray) -> list[ValueLife]:
-    """Returns the lives of narrow copies of arguments of which loops read a slice in each iteration: one life for each slice.
-
-    XLA on TPU makes them all before the first loop that reads the argument, and keeps them to the end of the last one
-    (`machine.xla.memory.loop_copies`).
-    """
-    values, arguments, found = graph.values, frozenset(graph.inputs), dict[int, ValueLife]()
-    for op in ops_of(graph, ENTERING):
-        inside, (stack, start, end) = op.results[0], _outermost(graph, op, loops, carried)
-        if inside in carried or stack not in arguments or values[stack].shape[1:] != values[inside].shape:
-            continue
-        for value in _narrow_copies(graph, inside, materialized)[:1]:
-            known = found.get(stack, ValueLife(value, start, end))
-            found[stack] = ValueLife(known.value, min(start, known.start), max(end, known.end))
-    return [life for stack, life in found.items() for _ in range(values[stack].shape[0])]
-
-
-def _outermost(graph: Graph, op: Op, loops: Loops, carried: Container[int]) -> tuple[int, int, int]:
-    """Returns the value that enters the outermost loop around a loop that only hands it on, and the first and last op of that loop."""
-    value, start, end = op.operands[0], op.id, loops.last[op.id]
-    while value in graph.producers and (outer := graph.ops[graph.producers[value]]).primitive in ENTERING:
-        before = outer.operands[0]
-        if value in carried or before == LITERAL or graph.values[before].shape != graph.values[value].shape:
-            break
-        value, start, end = before, outer.id, loops.last[outer.id]
-    return value, start, end
 
 
 def copied_for_loops(reads: Iterable[LoopRead], loops: Loops, runs: Sequence[int]) -> list[ValueLife]:

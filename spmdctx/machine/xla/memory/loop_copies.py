@@ -5,10 +5,8 @@ What XLA does: a library or kernel computes a matrix product from memory to memo
     stack another layout, and copies it before the first iteration. What enters a loop on one device is in memory, also one number that was
     spread over a tensor; for several devices it is made in the loop. What a loop stacks up is in memory before a sum of gradients takes it.
     On TPU, too, a device that has a whole stack, and whose iterations read a part of each slice, cuts these parts off before the loop.
-    On TPU, arguments of which iterations read narrow slices are narrowed whole, before the first loop that reads them, also a nested one.
 Seen in: CUDA plugin 0.10.2 for H100: backward passes of scanned decoders hold transposed queries, keys and values of all layers, the slices
-    that their products read, and stacks of gradients; planned peaks of stages were 0.76 to 0.89 of compiled ones without these. libtpu
-    0.0.42.1 for v5e, v5p and v6e: twelve scanned programs with float32 weights and bfloat16 products, on one device and on eight.
+    that their products read, and stacks of gradients; planned peaks of stages were 0.76 to 0.89 of compiled ones without these.
 Switch: none: a property of compilers that follows from other switches
 Priced by: cost.memory.lives, cost.memory.loops, cost.price.moves
 Written or prevented by: nothing
