@@ -186,7 +186,7 @@ MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELE
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 
 _ENOUGH = 0.01
-_SHORT = HASTY._replace(rounds=2, leaves=0.12)
+_SHORT = HASTY._replace(rounds=2, leaves=0.12, proof=_PROOF)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
@@ -196,10 +196,8 @@ ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
 # If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
 QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)),), enough=_ENOUGH)
 
-_ENOUGH_OF_A_PART = 0.02
-
-# Of many parts that are planned one by one, the last two percent of one are worth no long search.
-PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH_OF_A_PART)),))
+# Of many parts that are planned one by one, what a short attempt leaves is worth no long search.
+PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=HASTY.tolerance)),))
 
 
 class Limits:

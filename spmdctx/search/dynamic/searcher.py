@@ -329,7 +329,7 @@ class Budgets:
     ) -> tuple[Found | None, dict[LogicalMesh, Shortfall]]:
         """Searches meshes for a plan cheaper than `best`, and raises their bounds.
 
-        Returns the best plan, and the meshes on which none was found.
+        Returns the best plan, and the meshes on which none was found while there was none of another.
         """
         schedule, short, begun = budget.schedule, dict[LogicalMesh, Shortfall](), list[Setup]()
         has_others = len(setups) > 1 and bool(schedule.later)
@@ -349,7 +349,7 @@ class Budgets:
             bounds[mesh] = max(bounds[mesh], found.lower_bound_s)
             log_mesh(mesh, found, budget.options.memory_bytes)
             short.pop(mesh, None)
-            if isinstance(found, Shortfall):
+            if isinstance(found, Shortfall) and best is None:
                 short[mesh] = found
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 self._best = found

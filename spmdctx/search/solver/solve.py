@@ -18,7 +18,8 @@ from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Infeasible, Known, Problem, Solution
 from spmdctx.search.solver.unlimited.dominance import supported
 from spmdctx.search.solver.unlimited.dual import Resumed
-from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, Minimum, SolverRun, minimise, shrink
+from spmdctx.search.solver.unlimited.energy import Minimisation, Minimum, minimise, shrink
+from spmdctx.search.solver.unlimited.run import SWEEPS, WORK, SolverRun
 
 HOPELESS = Infeasible(-1, 0.0, float("inf"))
 """The answer if no choice of states has a finite cost, whatever the memory."""

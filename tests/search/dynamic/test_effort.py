@@ -99,8 +99,9 @@ def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_o
 
 
 def test_a_short_attempt_is_a_hasty_one_that_leaves_poor_plans_for_later():
-    assert SHORT._replace(leaves=INFINITE) == HASTY._replace(rounds=2)
+    assert SHORT._replace(leaves=INFINITE, proof=INFINITE) == HASTY._replace(rounds=2)
     assert 0 < SHORT.leaves < INFINITE
+    assert SHORT.proof < effort.QUICK.proof < INFINITE
     assert all(attempt.effort.leaves == INFINITE for attempt in effort.QUICK_PLAN.later)
 
 

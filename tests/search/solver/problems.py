@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 
 from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem
-from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
+from spmdctx.search.solver.unlimited.energy import minimise
+from spmdctx.search.solver.unlimited.run import SolverRun
 
 NUM_TIMES = 8
 

@@ -11,7 +11,7 @@ from spmdctx.search.solver.limited.selection import Amounts
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.reproducible import dot, length, power
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
-from spmdctx.search.solver.unlimited.energy import SolverRun
+from spmdctx.search.solver.unlimited.run import SolverRun
 
 SHARPENINGS = 4
 """Number of times that the shape of the first prices is squared."""

@@ -26,7 +26,8 @@ from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.problem.problem import Infeasible, Known
 from spmdctx.search.solver.unlimited.dual import Bound, Dual
 from spmdctx.search.solver.unlimited.eliminate import order
-from spmdctx.search.solver.unlimited.energy import EQUAL, MAX_TABLE, Minimum, SolverRun, is_narrow, minimise, shrink
+from spmdctx.search.solver.unlimited.energy import EQUAL, MAX_TABLE, Minimum, is_narrow, minimise, shrink
+from spmdctx.search.solver.unlimited.run import SolverRun
 
 PRICE_STEPS = 30
 QUICK_WORK = 20_000_000
@@ -52,8 +53,7 @@ MAX_VARIABLES = 1000
 
 def most_variables(effort: int) -> int:
     """Returns the most variables with which an integer program is tried."""
-    found: int = MAX_VARIABLES * 4**effort
-    return found
+    return int(MAX_VARIABLES * 4**effort)
 
 
 class Constrained:

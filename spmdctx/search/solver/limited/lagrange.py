@@ -10,7 +10,8 @@ from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.solver.limited.selection import Amounts
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.local import cost
-from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
+from spmdctx.search.solver.unlimited.energy import minimise
+from spmdctx.search.solver.unlimited.run import SolverRun
 
 MAX_NEW_ROWS = 3
 

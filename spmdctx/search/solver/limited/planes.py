@@ -12,7 +12,8 @@ from spmdctx.search.solver.limited.selection import Amounts
 from spmdctx.search.solver.problem.graph import CostGraph
 from spmdctx.search.solver.problem.problem import Known
 from spmdctx.search.solver.unlimited.dual import Dual, Resumed
-from spmdctx.search.solver.unlimited.energy import SWEEPS, WORK, Minimisation, SolverRun
+from spmdctx.search.solver.unlimited.energy import Minimisation
+from spmdctx.search.solver.unlimited.run import SWEEPS, WORK, SolverRun
 
 EFFORT = 1
 """Of each minimum."""
@@ -52,6 +53,8 @@ class WidePrices(Prices):
         """Returns the best choice at prices, which may raise the bound, or a good one if the bound is `enough`; None if there is none."""
         at_prices, paid = priced(self.graph, self.amounts, prices), float(prices.sum()) * self.amounts.rows.limit
         self.search.cutoff = self.search.enough = enough + paid
+        # A choice that costs no more than the bound at these prices shows that they do not raise it.
+        self.search.useless = self.bound + paid
         minimisation = Minimisation(at_prices, self.search, None if self._before is None else Resumed(self._before, self._places))
         found = minimisation.run()
         self._before = minimisation.dual or self._before
@@ -59,7 +62,7 @@ class WidePrices(Prices):
             return None
         self.search.count("prices", 1)
         self.raise_bound(prices, found.bound)
-        was_missed = self.bound < enough and found.cost - found.bound > LOOSE * abs(found.cost)
+        was_missed = self.bound < enough and found.cost > self.search.useless and found.cost - found.bound > LOOSE * abs(found.cost)
         self._missed = self._missed + 1 if was_missed else 0
         return self.add(found.states)
 

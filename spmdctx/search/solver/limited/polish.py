@@ -11,7 +11,7 @@ from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.solver.limited.forest import best_states, forest, tree
 from spmdctx.search.solver.limited.selection import Amounts, Selection
 from spmdctx.search.solver.problem.graph import CostGraph
-from spmdctx.search.solver.unlimited.energy import SolverRun
+from spmdctx.search.solver.unlimited.run import SolverRun
 
 TREE_SCALES = (0.5, 0.25, 0.0, 2.0, 1.0)
 """Multiples of the prices at which trees are solved in turn: low prices use up room, high ones make it."""

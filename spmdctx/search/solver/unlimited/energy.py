@@ -5,8 +5,7 @@ If elimination is too wide, the solver bounds the cost, keeps a shell of states 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -17,14 +16,14 @@ from spmdctx.search.solver.problem.local import descend
 from spmdctx.search.solver.problem.memory import Rows
 from spmdctx.search.solver.unlimited.dominance import discard, supported, thin
 from spmdctx.search.solver.unlimited.dual import Bound, Dual, Resumed
-from spmdctx.search.solver.unlimited.eliminate import Memo, eliminate, order
+from spmdctx.search.solver.unlimited.eliminate import eliminate, order
+from spmdctx.search.solver.unlimited.run import SWEEPS, SolverRun
 from spmdctx.search.solver.unlimited.triples import Triples
 
 MAX_TABLE = 1 << 23
 DIRECT_WORK = 60_000_000
 NARROW_WORK = 4 * DIRECT_WORK
 """Additions up to which elimination is cheaper than a bound."""
-WORK = 1_000_000_000
 EQUAL = 1e-9
 """Relative distance from the cost up to which a bound equals it except for rounding."""
 THOROUGH = 3
@@ -41,7 +40,6 @@ _LOOSE = 4
 """Factor by which elimination may exceed its limits before a shell is made smaller."""
 REDUCING_SHARE = 0.1
 """Share of the time that one reduction may take."""
-SWEEPS = (30, 20, 50, 100)
 FEW_SWEEPS = 5
 """Sweeps after which a first look asks whether its bound is enough, and those of the first round from messages of a graph alike."""
 MORE_SWEEPS = 200
@@ -72,41 +70,6 @@ class Minimum(NamedTuple):
     states: list[int]
     cost: float
     bound: float
-
-
-@dataclass
-class SolverRun:
-    """The limits, memo and counts that all solves of one problem share.
-
-    `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
-    that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless,
-    `has_momentum` that they gain momentum; a bound is `enough` that makes more sweeps pointless.
-    """
-
-    effort: int = 2
-    work: int = WORK
-    rounds: int = len(SWEEPS)
-    tolerance: float = 0.0
-    cutoff: float = np.inf
-    progress: Callable[[], float] = lambda: 0.0
-    left: Callable[[], float | None] = lambda: None
-    memo: Memo = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
-    keeps_states: bool = False
-    enough: float = np.inf
-    has_momentum: bool = False
-
-    def expired(self) -> bool:
-        """Returns whether the time is over."""
-        return self.progress() >= 1.0
-
-    def count(self, name: str, number: int) -> None:
-        """Adds to a count."""
-        self.counts[name] = self.counts.get(name, 0) + number
-
-    def reach(self, name: str, number: int) -> None:
-        """Raises a count to a number if it is lower."""
-        self.counts[name] = max(self.counts.get(name, 0), number)
 
 
 def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> bool:
@@ -262,7 +225,11 @@ class _Shells:
         """
         if is_resumed:
             yield FEW_SWEEPS
-        yield from SWEEPS[: self.search.rounds]
+        for number in SWEEPS[: self.search.rounds]:
+            before = self.bound
+            yield number
+            if self.search.keeps_states and self._crawls(before):
+                return
         if self.search.rounds < len(SWEEPS) or self.best is None:
             return
         work = sum(self.core.size(node) * self.core.size(other) for node in self.core.nodes() for other in self.core.links[node])
@@ -274,6 +241,11 @@ class _Shells:
             if self.bound - before < WORTH_SWEEPS * self._gap():
                 return
             before = self.bound
+
+    def _crawls(self, before: float) -> bool:
+        """Returns whether the bound hardly rises, and the gap is not worth triples."""
+        good = GOOD_GAP / 4**self.search.effort * abs(self.best.cost if self.best else 0.0)
+        return self._gap() <= good and self.bound - before < WORTH_SWEEPS * self._gap()
 
     def _tighten(self, dual: Dual, bound: Bound) -> None:
         """Raises the bound by triples, and by more of them each time it hardly rises; states that cost too much are left out."""
@@ -320,13 +292,14 @@ class _Shells:
         return np.inf if self.best is None else self.best.cost - self.bound
 
     def _is_done(self) -> bool:
-        """Returns whether the best is proven, or cannot beat the caller's cost.
+        """Returns whether the best is proven, cannot beat the caller's cost, or shows that the minimum is useless.
 
         Without any choice it is not done: the caller gets some choice in any case.
         """
         if self.best is None:
             return False
-        return self.bound >= self.search.cutoff or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
+        is_decided = self.bound >= self.search.cutoff or self.best.cost <= self.search.useless
+        return is_decided or self._gap() <= max(self.search.tolerance, EQUAL) * abs(self.best.cost)
 
     def _is_near(self) -> bool:
         """Returns whether shells may well end the search; if a gap is allowed, more sweeps are at first the cheaper way to reach it."""

@@ -7,7 +7,8 @@ from spmdctx.search.solver.problem.problem import Edge, Problem
 from spmdctx.search.solver.unlimited import dual as dual_module
 from spmdctx.search.solver.unlimited.dominance import discard, supported, thin
 from spmdctx.search.solver.unlimited.dual import Dual
-from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
+from spmdctx.search.solver.unlimited.energy import minimise
+from spmdctx.search.solver.unlimited.run import SolverRun
 from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
 
 
@@ -148,3 +149,34 @@ def test_a_cutoff_is_noticed_between_many_sweeps(monkeypatch):
         assert minimise(graph, search).bound >= search.cutoff
         sweeps[work] = search.counts["sweeps"]
     assert sweeps[0.0] < sweeps[np.inf]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_choice_that_shows_a_minimum_to_be_useless_ends_the_sweeps(seed, monkeypatch):
+    problem = grid(6, 8, seed)
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, SolverRun())
+    for name in ("DIRECT_WORK", "SHELL_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    useful, useless = (SolverRun(tolerance=1e-6, useless=most) for most in (0.99 * exact.cost, 1.5 * exact.cost))
+    whole, found = minimise(graph, useful), minimise(graph, useless)
+    assert useless.counts["sweeps"] < useful.counts["sweeps"]
+    assert found.bound <= exact.cost <= found.cost <= 1.5 * exact.cost
+    assert whole.cost - whole.bound <= found.cost - found.bound
+
+
+def test_sweeps_end_where_the_bound_hardly_rises_if_states_are_kept(monkeypatch):
+    problem = grid(7, 8, 5)
+    graph = CostGraph.of(problem.costs, problem.edges, Pool())
+    exact = minimise(graph, SolverRun())
+    for name in ("DIRECT_WORK", "SHELL_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.GOOD_GAP", 4.0)
+    monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.WORTH_SWEEPS", 0.2)
+    sweeps = {}
+    for keeps in (False, True):
+        search = SolverRun(tolerance=1e-9, effort=1, keeps_states=keeps)
+        found = minimise(graph, search)
+        assert found.bound <= exact.cost <= found.cost
+        sweeps[keeps] = search.counts["sweeps"]
+    assert sweeps[True] < sweeps[False]

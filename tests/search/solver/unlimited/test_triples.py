@@ -6,7 +6,8 @@ from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
 from spmdctx.search.solver.unlimited.dominance import supported
 from spmdctx.search.solver.unlimited.dual import Dual
-from spmdctx.search.solver.unlimited.energy import SolverRun, minimise
+from spmdctx.search.solver.unlimited.energy import minimise
+from spmdctx.search.solver.unlimited.run import SolverRun
 from spmdctx.search.solver.unlimited.triples import Triples
 from tests.search.solver.problems import assert_beliefs_below_the_truth, random_problem, truth
 from tests.search.solver.unlimited.test_dual import grid
