@@ -78,7 +78,7 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     entering = {one.value for one in own if one.leaf != LOSS_VALUE}
     cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], options.mesh).found)]
     differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
-    verdict = judge(graph, leaves, losses, differentiated, strictly=True)
+    verdict = judge(graph, leaves, losses, differentiated, program.divisors, strictly=True)
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])

@@ -342,6 +342,10 @@ SUMS = {
     "squares": lambda w, x, y: jnp.sum((x @ w - y) ** 2),
     "in a loop": lambda w, x, y: jax.lax.fori_loop(0, 2, lambda _, total: total + jnp.sum((x @ w - y) ** 2), 0.0),
     "beside a mean": lambda w, x, y: jnp.mean((x @ w) ** 2) + jnp.sum((x @ w - y) ** 2),
+    "halved": lambda w, x, y: 0.5 * jnp.sum((x @ w - y) ** 2),
+    "halves of rows": lambda w, x, y: jnp.sum((x @ w - y) ** 2 / 2),
+    "a tenth": lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 10,
+    "means of features": lambda w, x, y: 3 * jnp.sum(jnp.mean((x @ w - y) ** 2, -1)),
     "cross entropy": lambda w, x, y: -jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(jnp.argmax(y, -1), 16)),
 }
 MEANS = {
@@ -350,6 +354,10 @@ MEANS = {
     "rows divided": lambda w, x, y: jnp.sum((x @ w - y) ** 2 / x.shape[0]),
     "weighed": lambda w, x, y: jnp.vdot(jnp.sum((x @ w - y) ** 2, -1), jnp.full(x.shape[0], 1 / x.shape[0])),
     "beside a penalty": lambda w, x, y: jnp.mean((x @ w - y) ** 2) + 0.01 * jnp.sum(w**2),
+    "a third of a mean": lambda w, x, y: jnp.mean((x @ w - y) ** 2) / 3,
+    "thrice a mean": lambda w, x, y: 3 * jnp.mean((x @ w - y) ** 2),
+    "a mean by a product": lambda w, x, y: jnp.sum((x @ w - y) ** 2) * (1 / x.shape[0]),
+    "masked": lambda w, x, y: jnp.sum(jnp.sum((x @ w - y) ** 2, -1) / x.shape[0] * (y[:, 0] > 0)),
     "sums of features": lambda w, x, y: jnp.mean(jnp.sum((x @ w - y) ** 2, -1)),
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from spmdctx.ir.analysis.batch_flow import NUMBERING, Flow, FlowKind, follow, numbered_dim
+from spmdctx.ir.analysis.batch_flow import NUMBERING, UNKNOWN, Flow, FlowKind, follow, numbered_dim
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role, Value
 from spmdctx.ir.primitives import LOOKED_UP
 
@@ -21,6 +21,9 @@ _SHAPED = frozenset({"broadcast_in_dim", "broadcast_to", "random_bits", "random_
 
 _RANDOM = frozenset({"random_bits", "rng_bit_generator"})
 
+_ROUNDED = 0.99
+"""The share of the number of rows by which a mean divides at least: 1/n in bfloat16 is off by 0.4 %."""
+
 
 class Verdict(NamedTuple):
     """What the uses of some guessed leaves say.
@@ -28,7 +31,7 @@ class Verdict(NamedTuple):
     `batch` holds the leaves that are a batch, `others` those that are none or not surely one, with the reason. `impure` holds the
     leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
     ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones. `added`
-    holds the leaves of `batch` whose rows a loss adds up as they are, so that it is no mean over them.
+    holds the leaves of `batch` whose rows a loss adds up, and does not divide by their number, so that it is no mean over them.
     """
 
     batch: frozenset[int]
@@ -62,7 +65,15 @@ class _Judged(NamedTuple):
     is_added: bool = False
 
 
-def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differentiated: Set[int], *, strictly: bool) -> Verdict:
+def judge(
+    graph: Graph,
+    leaves: Sequence[int],
+    losses: Collection[int],
+    differentiated: Set[int],
+    divisors: Mapping[int, float] = UNKNOWN,
+    *,
+    strictly: bool,
+) -> Verdict:
     """Judges guessed leaves of a batch by what the losses do with them.
 
     Args:
@@ -70,12 +81,13 @@ def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differen
         leaves: the guessed leaves, inputs with a dimension.
         losses: the values that are judged by.
         differentiated: inputs by which a loss is differentiated, or that an optimizer updates.
+        divisors: the number by which an op divides, where it is known.
         strictly: whether every loss must be a sum over a batch; else one of them is enough.
     """
     ops = _ops_before(graph, losses)
     differentiated = {*differentiated, *_sources(graph, _ops_before(graph, differentiated), ())}
     families = _families(graph, ops, leaves, differentiated)
-    judged = [_judged(graph, ops, family, losses) for family in families]
+    judged = [_judged(graph, ops, family, losses, divisors) for family in families]
     found = [one for one in judged if _is_batch(one, strictly=strictly)]
     chosen, met = _together(graph, ops, found, losses, strictly=strictly)
     batch = frozenset(leaf for one in chosen for leaf in one.family.leaves)
@@ -149,16 +161,19 @@ def _reason(one: _Judged) -> str:
     return flow.why or "the loss is no sum and no mean over its rows"
 
 
-def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection[int]) -> _Judged:
+def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection[int], divisors: Mapping[int, float] = UNKNOWN) -> _Judged:
     if family.foreign:
         return _Judged(family, None, None)
-    flows = follow(graph, ops, family.sources)
+    flows = follow(graph, ops, family.sources, divisors)
     reached = [flows[value] for value in sorted(losses) if value in flows]
 
     def badness(flow: Flow) -> tuple[int, bool]:
         return (0 if flow.is_sum else flow.rank), flow.is_impure
 
-    is_added = any(flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled) for flow in reached)
+    rows = min((graph.values[leaf].shape[0] for leaf in family.leaves), default=0)
+    is_added = any(
+        flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled) and flow.divisor < _ROUNDED * rows for flow in reached
+    )
     return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None), is_added)
 
 
