@@ -31,7 +31,8 @@ class Verdict(NamedTuple):
     `batch` holds the leaves that are a batch, `others` those that are none or not surely one, with the reason. `impure` holds the
     leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
     ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones. `added`
-    holds the leaves of `batch` whose rows a loss adds up, and does not divide by their number, so that it is no mean over them.
+    holds the leaves of `batch` whose rows a loss adds up, and does not divide by their number, so that it is no mean over them. `divided`
+    holds those whose sum is divided by a number of the program that is not smaller.
     """
 
     batch: frozenset[int]
@@ -40,6 +41,7 @@ class Verdict(NamedTuple):
     impure: frozenset[int]
     repeated: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
+    divided: frozenset[int] = frozenset()
 
 
 class _Family(NamedTuple):
@@ -57,12 +59,16 @@ class _Family(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows."""
+    """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows.
+
+    `is_divided` tells whether a known number divides the sum that is as large as the number of rows.
+    """
 
     family: _Family
     worst: Flow | None
     best: Flow | None
     is_added: bool = False
+    is_divided: bool = False
 
 
 def judge(
@@ -102,7 +108,8 @@ def judge(
         if one.family.is_certain or (one.best is not None and one.best.kind in (FlowKind.WRONG, FlowKind.STATISTIC)):
             wrong.update(rest)
     added = frozenset(leaf for one in chosen if one.is_added for leaf in one.family.leaves)
-    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added)
+    divided = frozenset(leaf for one in chosen if one.is_divided for leaf in one.family.leaves)
+    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added, divided)
 
 
 def _repeated(graph: Graph, ops: Sequence[Op], batch: Set[int]) -> frozenset[int]:
@@ -171,10 +178,10 @@ def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection
         return (0 if flow.is_sum else flow.rank), flow.is_impure
 
     rows = min((graph.values[leaf].shape[0] for leaf in family.leaves), default=0)
-    is_added = any(
-        flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled) and flow.divisor < _ROUNDED * rows for flow in reached
-    )
-    return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None), is_added)
+    plain = [flow for flow in reached if flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled)]
+    are_means = [flow.divisor >= _ROUNDED * rows for flow in plain]
+    worst, best = max(reached, key=badness, default=None), min(reached, key=badness, default=None)
+    return _Judged(family, worst, best, is_added=not all(are_means), is_divided=any(are_means))
 
 
 def _like(graph: Graph, leaves: Set[int], batch: Set[int]) -> frozenset[int]:

@@ -9,6 +9,8 @@ from typing import Any
 import jax.extend.core as jexc
 import numpy as np
 
+from spmdctx.rules.control_flow import bodies_of, opened
+
 
 def divisors(equations: Sequence[Any], op_of_site: Sequence[int]) -> dict[int, float]:
     """Returns the number by which each op divides a value, where the program holds it; 1 where the value becomes no smaller.
@@ -19,6 +21,13 @@ def divisors(equations: Sequence[Any], op_of_site: Sequence[int]) -> dict[int, f
     """
     found = {op: _divisor(eqn) for eqn, op in zip(equations, op_of_site, strict=True) if op >= 0 and eqn is not None}
     return {op: divisor for op, divisor in found.items() if divisor is not None}
+
+
+def divisors_in(jaxpr: Any) -> tuple[float, ...]:
+    """Returns the numbers by which a program and its bodies make values smaller, in rising order, each as often as it does so."""
+    own = [divisor for eqn in jaxpr.eqns if (divisor := _divisor(eqn)) is not None and divisor > 1]
+    inner = [divisor for eqn in jaxpr.eqns for body in bodies_of(eqn.params) for divisor in divisors_in(opened(body))]
+    return tuple(sorted(own + inner))
 
 
 def _divisor(eqn: Any) -> float | None:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.trace.build.jaxprs.divisors import divisors
+from spmdctx.trace.build.jaxprs.divisors import divisors, divisors_in
 
 X = jnp.ones(4)
 
@@ -37,3 +37,11 @@ def test_where_no_number_divides_nothing_is_said(fn):
 def test_dead_sites_have_no_divisor():
     equations = jax.make_jaxpr(lambda x: (x / 2, x / 4))(X).eqns
     assert divisors(equations, [-1, 0]) == {0: 4}
+
+
+def test_bodies_are_looked_into():
+    def fn(x):
+        x = jax.lax.fori_loop(0, 3, lambda _, x: x / 5, x)
+        return jax.lax.cond(x[0] > 0, lambda x: x * 0.5, lambda x: x / 1, x)
+
+    assert divisors_in(jax.make_jaxpr(fn)(X).jaxpr) == (2, 5)
