@@ -28,6 +28,7 @@ from spmdctx.gradients.scope import Carrier, asked_for_carrier, carried_by, plai
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ops.scope import traced_locally, traced_whole
 from spmdctx.rules.control_flow import bodies_of, opened
+from spmdctx.trace.build.jaxprs.divisors import divisors_in
 from spmdctx.trace.build.origins import source_line
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.capture import Captured, LossGradient, capture_call
@@ -73,7 +74,7 @@ def capture_step(target: Target, call: Call, static: Static, settings: Settings)
         trace_s=seconds,
         gradients=tuple(second.gradients),
         warnings=(f"{_summed(options)} {_ASKS_FOR_MEAN}",) if sums else (),
-        deviations=(*((_summed(options),) if second.sums else ()), *captured.deviations),
+        deviations=(*((_summed(options),) if second.sums else ()), *captured.deviations, *second.deviations),
         is_rewritten=True,
         draws_apart=second.draws_apart,
     )
@@ -192,6 +193,7 @@ class _First:
                 is_manual=any(eqn.primitive.name == "shard_map" for eqn in _equations(traced.jaxpr.jaxpr)),
                 micro_size=loss.micro_size,
                 num_parts=loss.num_parts,
+                divisors=divisors_in(traced.jaxpr.jaxpr),
             )
         )
         marked = iter([mark(value, number, index) for index, value in enumerate([*call.values, *others])])
@@ -217,6 +219,7 @@ class _Second:
     def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
         self._calls, self._options = iter(calls), options
         self.notes: list[str] = []
+        self.deviations: list[str] = []
         self.gradients: list[LossGradient] = []
         self.sums = self.draws_apart = False
 
@@ -234,7 +237,8 @@ class _Second:
             return traced
 
         traced, rows = traced_in_parts(seen, call, trace, operands, options)
-        self.notes += [*([call.note] if call.note else []), *state_notes(call, rows)]
+        self.deviations += seen.fixed_notes(traced.jaxpr.jaxpr)
+        self.notes += [*self.deviations, *([call.note] if call.note else []), *state_notes(call, rows)]
         if options.is_local:
             order = gradient_order(call, traced, rows)
             self.sums = self.sums or (bool(order) and not options.mean)

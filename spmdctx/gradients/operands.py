@@ -16,6 +16,7 @@ from spmdctx.ir.mesh import LogicalMesh, replicated
 from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.search.optimizer.state import scattered_gradients
+from spmdctx.trace.build.jaxprs.divisors import divisors_in
 from spmdctx.trace.build.program import LossOperand, Program
 from spmdctx.trace.capture.capture import Captured
 
@@ -45,7 +46,8 @@ class SeenCall:
     """A call in the first trace: its leaves and its results.
 
     `is_manual` marks a call in which a shard_map of the user's lies. The call differentiates by the leaves `differentiated`. `micro_size`
-    is the number of micro-batches that the loss itself asks a pipeline for, `num_parts` the number of parts in which each runs.
+    is the number of micro-batches that the loss itself asks a pipeline for, `num_parts` the number of parts in which each runs. The program
+    divides by the numbers `divisors`; `if_fixed` holds what to say if it does so with fewer rows, too.
     """
 
     where: str
@@ -58,6 +60,12 @@ class SeenCall:
     operands: dict[int, Operand] = field(default_factory=dict)
     micro_size: int | None = None
     num_parts: int = 1
+    divisors: tuple[float, ...] = ()
+    if_fixed: list[str] = field(default_factory=list)
+
+    def fixed_notes(self, part: Any) -> list[str]:
+        """Returns what to say of a loss that divides by the same numbers in `part`, its program over fewer rows."""
+        return self.if_fixed if self.divisors == divisors_in(part) else []
 
     @property
     def has_batch(self) -> bool:

@@ -27,6 +27,11 @@ _NAMED = (
     "the numbers may not be those of one device."
 )
 
+_ADDED = "The loss adds up the rows of {rows}, and is no mean over them."
+_DIVIDED = (
+    "The loss adds up the rows of {rows}, and divides by a number that is the same for fewer rows, such as the size of the whole batch."
+)
+
 _REPEATED = (
     "The random numbers at {where} are drawn for the rows of the batch by a key that is no argument of the step. Each device or "
     "micro-batch draws the same ones for its own rows, so the numbers are not those of one device; pass the key to the step."
@@ -34,12 +39,16 @@ _REPEATED = (
 
 
 class Call(Protocol):
-    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, what it differentiates by, and its parts."""
+    """What is known of a call of `value_and_grad`: where it is, if a shard_map lies in it, what it differentiates by, and its parts.
+
+    `if_fixed` takes what to say if its loss divides by a number that does not follow the rows.
+    """
 
     where: str
     is_manual: bool
     differentiated: frozenset[int]
     num_parts: int
+    if_fixed: list[str]
 
 
 def refine(captured: Captured, settings: Settings) -> Captured:
@@ -78,11 +87,13 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     entering = {one.value for one in own if one.leaf != LOSS_VALUE}
     cut = [leaf for leaf in leaves if not entering.isdisjoint(batch_dims(graph, [leaf], options.mesh).found)]
     differentiated = {one.value for one in own if one.leaf in calls[one.call].differentiated}
-    verdict = judge(graph, leaves, losses, differentiated, strictly=True)
+    verdict = judge(graph, leaves, losses, differentiated, program.divisors, strictly=True)
     others = {leaf: why for leaf, why in verdict.others.items() if leaf in cut}
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
-    notes += _added_notes([paths[leaf] for leaf in sorted(verdict.added - verdict.impure)], calls, options)
+    notes += _added_notes(_ADDED, [paths[leaf] for leaf in sorted(verdict.added - verdict.impure)], calls, options)
+    if len(calls) == 1:
+        calls[0].if_fixed += _added_notes(_DIVIDED, [paths[leaf] for leaf in sorted(verdict.divided - verdict.added)], calls, options)
     notes += [_REPEATED.format(where=where) for where in dict.fromkeys(graph.origins[op].source for op in sorted(verdict.repeated))]
     if others and not captured.guessed:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
@@ -143,7 +154,7 @@ def _impure_notes(paths: Sequence[str]) -> list[str]:
     ]
 
 
-def _added_notes(paths: Sequence[str], calls: Sequence[Call], options: GradientOptions) -> list[str]:
+def _added_notes(what: str, paths: Sequence[str], calls: Sequence[Call], options: GradientOptions) -> list[str]:
     """Returns a note on a loss that is a sum and no mean: what is averaged over parts of the batch is a part of it."""
     micro = options.micro_batches * max(call.num_parts for call in calls)
     count = micro * options.num_replicas
@@ -153,7 +164,7 @@ def _added_notes(paths: Sequence[str], calls: Sequence[Call], options: GradientO
     gradients = "the same" if of_gradients == 1 else f"1/{of_gradients}"
     rows = listed([f"'{path}'" for path in paths], _MOST_LISTED)
     return [
-        f"The loss adds up the rows of {rows}, and is no mean over them. Its value is averaged over {count} parts of the batch: it is "
+        f"{what.format(rows=rows)} Its value is averaged over {count} parts of the batch: it is "
         f"1/{count} of that of one device, and its gradients are {gradients}. A mean over the rows gives the numbers of one device."
     ]
 

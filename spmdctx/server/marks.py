@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmdctx.context.layers import current_context, mark_for_servers
-from spmdctx.errors import ContextError, message, shown
+from spmdctx.errors import ContextError, listed, message, shown
 from spmdctx.pipeline.cut.line import needed, variables
 from spmdctx.server.program.capture import ServedStep
 from spmdctx.trace.capture.layerwise import matches_path
@@ -54,6 +54,8 @@ def marks_of(step: ServedStep, patterns: Sequence[str]) -> Marks:
     inputs = step.captured.inputs
     unmatched = [pattern for pattern in patterns if not any(matches_path(leaf.path, pattern) for leaf in inputs)]
     notes = [f"set_param_ps pattern {pattern!r} matches no argument." for pattern in unmatched]
+    if len(unmatched) > 1:
+        notes = [f"{len(unmatched)} patterns of set_param_ps match no argument. They are {listed([repr(one) for one in unmatched])}."]
     trained = _trained(step)
     left = [number for number in trained if not (inputs[number].served or any(matches_path(inputs[number].path, own) for own in patterns))]
     if len(left) == len(trained):

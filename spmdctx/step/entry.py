@@ -292,7 +292,10 @@ class Entry:
         try:
             avals = [leaf.aval for leaf in read.leaves]
         except AttributeError:
-            avals = [aval_of(leaf) for leaf in read.leaves]
+            try:
+                avals = [aval_of(leaf) for leaf in read.leaves]
+            except (TypeError, OverflowError):  # no array: tracing names the argument
+                return None
         if avals != self._seen_avals:
             if signature(avals) != self.signature:
                 return None

@@ -342,6 +342,10 @@ SUMS = {
     "squares": lambda w, x, y: jnp.sum((x @ w - y) ** 2),
     "in a loop": lambda w, x, y: jax.lax.fori_loop(0, 2, lambda _, total: total + jnp.sum((x @ w - y) ** 2), 0.0),
     "beside a mean": lambda w, x, y: jnp.mean((x @ w) ** 2) + jnp.sum((x @ w - y) ** 2),
+    "halved": lambda w, x, y: 0.5 * jnp.sum((x @ w - y) ** 2),
+    "halves of rows": lambda w, x, y: jnp.sum((x @ w - y) ** 2 / 2),
+    "a tenth": lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 10,
+    "means of features": lambda w, x, y: 3 * jnp.sum(jnp.mean((x @ w - y) ** 2, -1)),
     "cross entropy": lambda w, x, y: -jnp.sum(jax.nn.log_softmax(x @ w) * jax.nn.one_hot(jnp.argmax(y, -1), 16)),
 }
 MEANS = {
@@ -350,6 +354,11 @@ MEANS = {
     "rows divided": lambda w, x, y: jnp.sum((x @ w - y) ** 2 / x.shape[0]),
     "weighed": lambda w, x, y: jnp.vdot(jnp.sum((x @ w - y) ** 2, -1), jnp.full(x.shape[0], 1 / x.shape[0])),
     "beside a penalty": lambda w, x, y: jnp.mean((x @ w - y) ** 2) + 0.01 * jnp.sum(w**2),
+    "a third of a mean": lambda w, x, y: jnp.mean((x @ w - y) ** 2) / 3,
+    "thrice a mean": lambda w, x, y: 3 * jnp.mean((x @ w - y) ** 2),
+    "a mean by a product": lambda w, x, y: jnp.sum((x @ w - y) ** 2) * (1 / x.shape[0]),
+    "masked": lambda w, x, y: jnp.sum(jnp.sum((x @ w - y) ** 2, -1) / x.shape[0] * (y[:, 0] > 0)),
+    "among other divisors": lambda w, x, y: jnp.mean((x @ w / 4) ** 2 / 64 - jnp.sum(y / 64, -1, keepdims=True) / 512 + x),
     "sums of features": lambda w, x, y: jnp.mean(jnp.sum((x @ w - y) ** 2, -1)),
 }
 
@@ -372,6 +381,36 @@ def test_a_loss_that_adds_up_rows_is_said_to_be_averaged(loss, options, value, g
     if loss is SUMS["squares"]:
         share = 1 / int(value.partition("/")[2])
         np.testing.assert_allclose(step(W, X, Y)[1], share * plain(W, X, Y)[1], rtol=1e-5)
+
+
+FIXED = {
+    "a number": lambda w, x, y: jnp.sum((x @ w - y) ** 2) / 32,
+    "rows divided": lambda w, x, y: jnp.sum(jnp.sum((x @ w - y) ** 2, -1) / 32),
+    "by a product": lambda w, x, y: jnp.sum((x @ w - y) ** 2) * 1e-3,
+    "in a function": lambda w, x, y: jax.jit(lambda z: jnp.sum(z**2) / 512)(x @ w - y),
+}
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        ({}, 8),
+        ({"parallel_mode": "auto_parallel", "gradients_mean": False, "grad_accumulation_step": 4}, 4),
+        ({"parallel_mode": "semi_auto_parallel", "gradients_mean": False, "pipeline_stages": 2, "grad_accumulation_step": 4}, 4),
+    ],
+)
+@pytest.mark.parametrize("loss", FIXED.values(), ids=FIXED.keys())
+def test_a_divisor_that_does_not_follow_the_rows_is_said(loss, options, count):
+    local, plain = steps_of(loss)
+    step = parallel(local, **options)
+    (note,) = [note for note in step.plan(W, X, Y).notes if "adds up the rows" in note]
+    assert "divides by a number that is the same for fewer rows" in note
+    assert f"it is 1/{count} of that of one device" in note
+    if loss is FIXED["a number"]:
+        np.testing.assert_allclose(step(W, X, Y)[1], plain(W, X, Y)[1] / count, rtol=1e-5)
+        report = step.verify(W, X, Y)
+        assert not report.ok
+        assert "pipeline_stages" in options or note in report.explanations
 
 
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS.keys())

@@ -65,6 +65,7 @@ WRONG_PODS = {
     ],
     "variables": [
         ((("A B", ""),), "--env"),
+        ((("1A", ""),), "no digit first"),
         ((("A", "b\0"),), "zero byte"),
         ((("A", "\ud800"),), "no text"),
         ((("SPMDCTX_ADDRESS", "x:1"),), "where a process belongs"),

@@ -173,3 +173,37 @@ def test_what_a_cluster_would_refuse_is_named_with_its_role(change, words):
     change(pod)
     with pytest.raises(ContextError, match=words):
         convert(job, Changes(image="x:1", device="nvidia.com/gpu"))
+
+
+def _with_labels(labels):
+    job = copy.deepcopy(read(next(name for name in CONVERTED if CONVERTED[name][0] == "JobSet")))
+    roles = {str(role).lower(): one for role, one in job["spec"]["msReplicaSpecs"].items()}
+    roles["worker"]["template"]["metadata"] = {"labels": labels}
+    return convert(job, Changes(image="x:1", device="nvidia.com/gpu"))
+
+
+WRONG_LABELS = {
+    "a space in its name": {"my team": "a"},
+    "a slash too many": {"a/b/c": "d"},
+    "a long name": {"a" * 64: "b"},
+    "a long prefix": {"a" * 254 + "/b": "c"},
+    "a space": {"team": "red blue"},
+    "a hyphen at the end": {"team": "red-"},
+    "a long value": {"team": "r" * 64},
+}
+
+
+@pytest.mark.parametrize("labels", WRONG_LABELS.values(), ids=WRONG_LABELS.keys())
+def test_labels_that_a_cluster_would_refuse_are_named(labels):
+    with pytest.raises(ContextError, match=r"Worker: the label .* cannot be used as it is"):
+        _with_labels(labels)
+
+
+def test_labels_are_kept_but_for_those_of_the_manifest():
+    made = _with_labels({"team": "red", "example.com/version": 3, "empty": None, "job-name": "mine", "app.kubernetes.io/name": "bert"})
+    labels = made.objects[0]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["metadata"]["labels"]
+    assert {"team": "red", "example.com/version": "3", "empty": ""}.items() <= labels.items()
+    assert "job-name" not in labels
+    assert labels["app.kubernetes.io/name"] != "bert"
+    named = [note for note in made.notes if "the manifest or the operator sets it" in note]
+    assert [note.split()[3] for note in named] == ["job-name", "app.kubernetes.io/name"]

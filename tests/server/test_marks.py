@@ -50,6 +50,9 @@ def test_patterns_of_all_parameters_leave_no_note():
     assert notes_of(pytree_step, PARAMS, jnp.arange(4)) == ["set_param_ps pattern 'nowhere' matches no argument."]
     servers = current_context().servers
     assert (servers.marked, servers.made_by_servers) == (("*/table", "dense/*", "nowhere"), ("*/table",))
+    spmdctx.set_param_ps(["no*", "never"])
+    several = notes_of(pytree_step, PARAMS, jnp.arange(4))
+    assert several == ["3 patterns of set_param_ps match no argument. They are 'nowhere', 'no*', 'never'."]
     spmdctx.reset_ps_context()
     assert current_context().servers.marked == ()
 

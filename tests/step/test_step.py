@@ -170,6 +170,17 @@ def test_one_plan_serves_all_calls_of_one_shape():
     assert len(traces) == 2
 
 
+@pytest.mark.parametrize("leaf", ["adam", b"adam", object(), np.str_("adam"), np.array(["adam"])], ids=lambda leaf: type(leaf).__name__)
+def test_a_later_call_with_what_is_no_array_is_refused_by_its_path(leaf):
+    step = parallel(lambda state, x: {**state, "w": state["w"] + jnp.sum(x)}, batch_argnums=1)
+    state, x = {"w": np.ones(8, np.float32), "name": np.float32(1)}, np.ones((8, 2), np.float32)
+    step(state, x)
+    with pytest.raises(TypeError, match="Argument 'state/name' is no array"):
+        step.plan({**state, "name": leaf}, x)
+    with pytest.raises(TypeError, match="name"):
+        step({**state, "name": leaf}, x)
+
+
 def test_weak_types_and_x64_are_traced_apart():
     step = parallel(lambda x, scale: x * scale, batch_argnums=0)
     x = np.ones((8, 2), np.float32)

@@ -38,8 +38,8 @@ class Flow(NamedTuple):
 
     `dims` maps the dimensions that hold rows to the number of rows in each, in pairs. `is_partial` marks rows of which some were
     already summed. `is_product` marks a statistic that is a product of sums, as in losses that balance experts. `is_scaled` marks
-    what is, as a linear function, multiplied or divided by something that is not of the batch: the number of its rows, maybe. `why`
-    says in words what is lost or wrong.
+    what is, as a linear function, multiplied or divided by something that is not of the batch: the number of its rows, maybe.
+    `divisor` is what it is divided by in numbers that are known. `why` says in words what is lost or wrong.
     """
 
     kind: FlowKind
@@ -49,6 +49,7 @@ class Flow(NamedTuple):
     is_product: bool = False
     why: str = ""
     is_scaled: bool = False
+    divisor: float = 1.0
 
     @property
     def is_sum(self) -> bool:
@@ -88,27 +89,32 @@ _JOINTLY_LINEAR = (
 )
 _MULTILINEAR = MATRIX_PRODUCTS | {"mul"}
 _SCALING = _MULTILINEAR | {"div"}
+_MOST = 2.0**60
+UNKNOWN: Mapping[int, float] = {}
+"""Divisors where none is known."""
+
 _EXACT_SUMS = ("float", "bfloat", "complex")
 _INDEXED = frozenset({LOOKED_UP, "dynamic_slice"})
 NUMBERING = frozenset({"iota", "broadcast_in_dim", "reshape", "convert_element_type", "lt", "add", "select_n"})
 """The ops that make the indices 0, 1, 2, ... of all rows."""
 
 
-def follow(graph: Graph, ops: Sequence[Op], leaves: Mapping[int, int]) -> Flows:
+def follow(graph: Graph, ops: Sequence[Op], leaves: Mapping[int, int], divisors: Mapping[int, float] = UNKNOWN) -> Flows:
     """Follows some leaves through ops in execution order, around loops until nothing changes.
 
     Args:
         graph: the step, whose loss is over the whole batch.
         ops: those to follow.
         leaves: the dimension of each leaf that holds the rows.
+        divisors: the number by which an op divides, where it is known.
     """
-    follower = _Follower(graph)
+    follower = _Follower(graph, divisors)
     return follower.run(ops, {value: Flow(FlowKind.ROWS, ((dim, graph.values[value].shape[dim]),)) for value, dim in leaves.items()})
 
 
 class _Follower:
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
+    def __init__(self, graph: Graph, divisors: Mapping[int, float]) -> None:
+        self._graph, self._divisors = graph, divisors
         self._tied: dict[int, list[int]] = {}
         inputs = frozenset(graph.inputs)
         for left, right in graph.ties:
@@ -137,10 +143,14 @@ class _Follower:
         """Returns the results of an op, with what is known of their scale; only sums of rows as they are have none."""
         given = [flows.get(value) for value in op.operands if value != LITERAL]
         known = [flow for flow in given if flow is not None]
-        is_scaled = op.primitive in _SCALING and len(known) < len(op.operands)
-        if op.primitive in _JOINTLY_LINEAR or op.primitive in _SCALING:
-            is_scaled = is_scaled or all(flow.is_scaled for flow in known)
-        return [flow and flow._replace(is_scaled=is_scaled) for flow in self._results(op, flows)]
+        is_scaled, divisor = False, 1.0
+        if op.primitive in _SCALING:
+            is_scaled = any(flow.is_scaled for flow in known) or (len(known) < len(op.operands) and op.id not in self._divisors)
+            divisor = min(prod(flow.divisor for flow in known) * self._divisors.get(op.id, 1.0), _MOST)
+        elif op.primitive in _JOINTLY_LINEAR:
+            is_scaled = all(flow.is_scaled for flow in known)
+            divisor = min((flow.divisor for flow in known if not flow.is_scaled), default=1.0)
+        return [flow and flow._replace(is_scaled=is_scaled, divisor=divisor) for flow in self._results(op, flows)]
 
     def _results(self, op: Op, flows: Flows) -> Sequence[Flow | None]:
         given = [flows.get(value) if value != LITERAL else None for value in op.operands]
@@ -283,17 +293,20 @@ def _joined(old: Flow | None, new: Flow) -> Flow:
     if old is None or old == new:
         return new
     later = max(old, new, key=lambda flow: flow.rank)
+    is_scaled = old.is_scaled or new.is_scaled or old.divisor != new.divisor
+    divisor = new.divisor if old.divisor == new.divisor else 1.0
     if FlowKind.ROWS in (old.kind, new.kind) and later.kind not in (FlowKind.LOST, FlowKind.WRONG):
         if old.dims != new.dims:
             return Flow(FlowKind.LOST, why="a loop carries its rows in another dimension than before")
         return new._replace(
             is_impure=old.is_impure or new.is_impure,
             is_partial=old.is_partial or new.is_partial,
-            is_scaled=old.is_scaled or new.is_scaled,
+            is_scaled=is_scaled,
+            divisor=divisor,
         )
     is_product = later.is_product and (old.kind is not new.kind or (old.is_product and new.is_product))
-    is_impure, is_scaled = old.is_impure or new.is_impure, old.is_scaled or new.is_scaled
-    return later._replace(is_impure=is_impure, is_product=is_product, is_scaled=is_scaled)
+    is_impure = old.is_impure or new.is_impure
+    return later._replace(is_impure=is_impure, is_product=is_product, is_scaled=is_scaled, divisor=divisor)
 
 
 def _factors_of_rows(op: Op, position: int, flow: Flow) -> dict[int, int] | None:

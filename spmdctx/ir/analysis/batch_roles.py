@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
-from spmdctx.ir.analysis.batch_flow import NUMBERING, Flow, FlowKind, follow, numbered_dim
+from spmdctx.ir.analysis.batch_flow import NUMBERING, UNKNOWN, Flow, FlowKind, follow, numbered_dim
 from spmdctx.ir.graph import LITERAL, Graph, Op, Role, Value
 from spmdctx.ir.primitives import LOOKED_UP
 
@@ -21,6 +21,9 @@ _SHAPED = frozenset({"broadcast_in_dim", "broadcast_to", "random_bits", "random_
 
 _RANDOM = frozenset({"random_bits", "rng_bit_generator"})
 
+_ROUNDED = 0.99
+"""The share of the number of rows by which a mean divides at least: 1/n in bfloat16 is off by 0.4 %."""
+
 
 class Verdict(NamedTuple):
     """What the uses of some guessed leaves say.
@@ -28,7 +31,8 @@ class Verdict(NamedTuple):
     `batch` holds the leaves that are a batch, `others` those that are none or not surely one, with the reason. `impure` holds the
     leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
     ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones. `added`
-    holds the leaves of `batch` whose rows a loss adds up as they are, so that it is no mean over them.
+    holds the leaves of `batch` whose rows a loss adds up, and does not divide by their number, so that it is no mean over them. `divided`
+    holds those whose sum is divided by a number of the program that is not smaller.
     """
 
     batch: frozenset[int]
@@ -37,6 +41,7 @@ class Verdict(NamedTuple):
     impure: frozenset[int]
     repeated: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
+    divided: frozenset[int] = frozenset()
 
 
 class _Family(NamedTuple):
@@ -54,15 +59,27 @@ class _Family(NamedTuple):
 
 
 class _Judged(NamedTuple):
-    """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows."""
+    """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows.
+
+    `is_divided` tells whether a known number divides the sum that is as large as the number of rows.
+    """
 
     family: _Family
     worst: Flow | None
     best: Flow | None
     is_added: bool = False
+    is_divided: bool = False
 
 
-def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differentiated: Set[int], *, strictly: bool) -> Verdict:
+def judge(
+    graph: Graph,
+    leaves: Sequence[int],
+    losses: Collection[int],
+    differentiated: Set[int],
+    divisors: Mapping[int, float] = UNKNOWN,
+    *,
+    strictly: bool,
+) -> Verdict:
     """Judges guessed leaves of a batch by what the losses do with them.
 
     Args:
@@ -70,12 +87,13 @@ def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differen
         leaves: the guessed leaves, inputs with a dimension.
         losses: the values that are judged by.
         differentiated: inputs by which a loss is differentiated, or that an optimizer updates.
+        divisors: the number by which an op divides, where it is known.
         strictly: whether every loss must be a sum over a batch; else one of them is enough.
     """
     ops = _ops_before(graph, losses)
     differentiated = {*differentiated, *_sources(graph, _ops_before(graph, differentiated), ())}
     families = _families(graph, ops, leaves, differentiated)
-    judged = [_judged(graph, ops, family, losses) for family in families]
+    judged = [_judged(graph, ops, family, losses, divisors) for family in families]
     found = [one for one in judged if _is_batch(one, strictly=strictly)]
     chosen, met = _together(graph, ops, found, losses, strictly=strictly)
     batch = frozenset(leaf for one in chosen for leaf in one.family.leaves)
@@ -90,7 +108,8 @@ def judge(graph: Graph, leaves: Sequence[int], losses: Collection[int], differen
         if one.family.is_certain or (one.best is not None and one.best.kind in (FlowKind.WRONG, FlowKind.STATISTIC)):
             wrong.update(rest)
     added = frozenset(leaf for one in chosen if one.is_added for leaf in one.family.leaves)
-    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added)
+    divided = frozenset(leaf for one in chosen if one.is_divided for leaf in one.family.leaves)
+    return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added, divided)
 
 
 def _repeated(graph: Graph, ops: Sequence[Op], batch: Set[int]) -> frozenset[int]:
@@ -149,17 +168,20 @@ def _reason(one: _Judged) -> str:
     return flow.why or "the loss is no sum and no mean over its rows"
 
 
-def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection[int]) -> _Judged:
+def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection[int], divisors: Mapping[int, float] = UNKNOWN) -> _Judged:
     if family.foreign:
         return _Judged(family, None, None)
-    flows = follow(graph, ops, family.sources)
+    flows = follow(graph, ops, family.sources, divisors)
     reached = [flows[value] for value in sorted(losses) if value in flows]
 
     def badness(flow: Flow) -> tuple[int, bool]:
         return (0 if flow.is_sum else flow.rank), flow.is_impure
 
-    is_added = any(flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled) for flow in reached)
-    return _Judged(family, max(reached, key=badness, default=None), min(reached, key=badness, default=None), is_added)
+    rows = min((graph.values[leaf].shape[0] for leaf in family.leaves), default=0)
+    plain = [flow for flow in reached if flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled)]
+    are_means = [flow.divisor >= _ROUNDED * rows for flow in plain]
+    worst, best = max(reached, key=badness, default=None), min(reached, key=badness, default=None)
+    return _Judged(family, worst, best, is_added=not all(are_means), is_divided=any(are_means))
 
 
 def _like(graph: Graph, leaves: Set[int], batch: Set[int]) -> frozenset[int]:

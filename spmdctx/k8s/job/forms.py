@@ -85,7 +85,7 @@ def check_variable(name: str) -> None:
     Raises:
         ContextError: it is none, or the manifest sets it.
     """
-    match("--env", name, VARIABLE, "letters, digits and underscores", LONGEST_OBJECT)
+    match("--env", name, VARIABLE, "letters, digits and underscores, no digit first", LONGEST_OBJECT)
     if name.startswith(_OWN_VARIABLES):
         raise ContextError("--env sets a variable that says where a process belongs.", got=name, fix="leave it to the manifest")
 
@@ -96,13 +96,27 @@ def check_label(name: str, value: str) -> None:
     Raises:
         ContextError: Kubernetes does not take it, or the manifest or the operator sets it.
     """
-    need = "a label such as team or example.com/team, with at most 63 characters after the slash"
-    match("--label", name, _LABEL_KEY, need, LONGEST_OBJECT + 1 + LONGEST_LABEL)
-    match("--label", value, _LABEL_VALUE, "a value of letters, digits, '-', '_' and '.'")
-    if len(name.rpartition("/")[0]) > LONGEST_OBJECT:
-        raise ContextError("--label cannot be used as it is.", got=ascii(name)[:80], need=f"at most {LONGEST_OBJECT} characters before /")
-    if name.startswith(_OWN_LABELS) or name in _OWN_LABEL_NAMES:
+    check_label_form("--label", name, value)
+    if is_own_label(name):
         raise ContextError("--label sets a label that the manifest or the operator sets.", got=name)
+
+
+def check_label_form(option: str, name: str, value: str) -> None:
+    """Checks the forms of a label's name and value.
+
+    Raises:
+        ContextError: Kubernetes does not take it.
+    """
+    need = "a label such as team or example.com/team, with at most 63 characters after the slash"
+    match(option, name, _LABEL_KEY, need, LONGEST_OBJECT + 1 + LONGEST_LABEL)
+    match(option, value, _LABEL_VALUE, "a value of letters, digits, '-', '_' and '.', with a letter or digit at both ends")
+    if len(name.rpartition("/")[0]) > LONGEST_OBJECT:
+        raise ContextError(f"{option} cannot be used as it is.", got=ascii(name)[:80], need=f"at most {LONGEST_OBJECT} characters before /")
+
+
+def is_own_label(name: str) -> bool:
+    """Returns whether the manifest or the operator sets a label."""
+    return name.startswith(_OWN_LABELS) or name in _OWN_LABEL_NAMES
 
 
 def check_folder(path: str) -> None:

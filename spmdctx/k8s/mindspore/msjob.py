@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmdctx.errors import ContextError
+from spmdctx.k8s.job.forms import check_label_form, is_own_label
 
 GROUP, KIND = "mindspore.gitee.com", "MSJob"
 MAIN = "mindspore"
@@ -154,11 +155,19 @@ def _role(notes: list[str], name: str, role: Mapping[str, Any]) -> Role:
     restart = str(role.get("restartPolicy") or "")
     if restart not in _RESTARTS:
         raise ContextError(f"{name} has no such restartPolicy.", got=ascii(restart[:80]), need=f"one of {', '.join(_RESTARTS[1:])}")
-    labels = {
-        str(key): str(value) for key, value in _mapping("labels", _mapping("metadata", template.get("metadata")).get("labels")).items()
-    }
+    labels = _labels(notes, name, _mapping("metadata", template.get("metadata")).get("labels"))
     replicas = role.get("replicas")
     return Role(1 if replicas is None else _count(f"{name}.replicas", replicas, 1), restart, labels, pod, main[0])
+
+
+def _labels(notes: list[str], role: str, value: object) -> dict[str, str]:
+    """Returns the labels of a role's pods, without those that the manifest or the operator sets; notes name these."""
+    found = {str(key): "" if text is None else str(text) for key, text in _mapping(f"{role}: labels", value).items()}
+    for name, text in found.items():
+        check_label_form(f"{role}: the label {ascii(name)[:80]}", name, text)
+    own = [name for name in found if is_own_label(name)]
+    notes += [f"{role}: the label {name} is left out: the manifest or the operator sets it." for name in own]
+    return {name: text for name, text in found.items() if name not in own}
 
 
 def _name_unknown(notes: list[str], where: str, found: Mapping[str, Any], known: Iterable[str]) -> None:

@@ -66,7 +66,7 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
     carrier = _Pipelined(calls, options)
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
-    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *_outvoted(plain, options))))
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *carrier.notes, *_outvoted(plain, options))))
     seconds, draws_apart = captured.trace_s + again.trace_s, any(operand.is_key for operand in loss.operands)
     return PipelinedStep(replace(again, notes=notes, trace_s=seconds, is_rewritten=True, draws_apart=draws_apart), loss)
 
@@ -97,6 +97,7 @@ class _Pipelined:
     def __init__(self, calls: Sequence[SeenCall], options: GradientOptions) -> None:
         self._calls, self._options = iter(calls), options
         self.losses: list[PipelinedLoss] = []
+        self.notes: list[str] = []
 
     def run(self, loss: Loss, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen, options = next(self._calls), self._options
@@ -113,6 +114,7 @@ class _Pipelined:
             pieces = pieces_of(call, operands, smaller)
             forward: Traced = plainly(lambda: traced_for(seen, call, call.trace_forward, pieces))
             traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
+            self.notes += seen.fixed_notes(traced.jaxpr.jaxpr)
             if seen.num_parts > 1:
                 by_path = {"value": Row("value", Fate.AVERAGED, ()), **{row.path: row for row in rows}}
                 avals = pieces_of(call, operands, options)

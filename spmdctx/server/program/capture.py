@@ -155,7 +155,7 @@ def capture_served(target: Target, call: Call, static: Static, settings: Setting
     again = capture_again(carrier, target, call, static, captured, settings.num_devices)
     (loss,) = carrier.losses
     apart = [f"In {num_parts} parts, {loss.differs_by_parts}."] if loss.differs_by_parts else []
-    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *apart)))
+    notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *apart, *calls[0].fixed_notes(loss.part.jaxpr))))
     return ServedStep(replace(again, notes=notes, trace_s=captured.trace_s + again.trace_s, is_rewritten=True), loss)
 
 

@@ -264,6 +264,8 @@ def left_whole(inputs: Iterable[PlannedTensor], context: AutoParallelContext) ->
 
 
 def unmatched_patterns(captured: Captured, settings: Settings) -> list[str]:
-    """Names the patterns of `layerwise_parallel` that match no argument of a step."""
-    unmatched = [one for one in settings.layerwise_parallel if not any(matches_path(leaf.path, one) for leaf in captured.inputs)]
-    return [f"layerwise_parallel pattern {pattern!r} matches no argument." for pattern in unmatched]
+    """Names the patterns of `layerwise_parallel` that match no argument of a step, in one sentence."""
+    unmatched = [repr(one) for one in settings.layerwise_parallel if not any(matches_path(leaf.path, one) for leaf in captured.inputs)]
+    if len(unmatched) > 1:
+        return [f"{len(unmatched)} patterns of layerwise_parallel match no argument. They are {listed(unmatched)}."]
+    return [f"layerwise_parallel pattern {pattern} matches no argument." for pattern in unmatched]

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
 import numpy as np
-from numpy.typing import ArrayLike
 
 from spmdctx.ir.analysis.columns import Columns, Kind, Tensor
 from spmdctx.ir.arrays import IntArray
@@ -26,6 +25,7 @@ from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.canonical import Canonical, Form
 from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
+from spmdctx.trace.build.jaxprs.divisors import divisors
 from spmdctx.trace.build.ops_of_columns import ops_of
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
 from spmdctx.trace.build.program import LossOperand, Program, UserPin
@@ -307,6 +307,7 @@ class GraphBuilder:
             from_literals=from_literals,
             region_ops=origins.inside_regions() if self.marks else frozenset(),
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
+            divisors=divisors(self._equations, sites) if self.loss_operands else {},
         )
 
     def _sites(self, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
@@ -369,8 +370,7 @@ class GraphBuilder:
         trail, is_operand = np.empty(total, dtype=np.int64), np.ones(total, dtype=bool)
         numbers = {form: number for number, form in enumerate(dict.fromkeys(self._forms))}
         forms = np.array([numbers[form] for form in self._forms], dtype=np.int64)[self._kind_of]
-        columns: tuple[ArrayLike, ...] = (forms, around[:, 0], around[:, 1])
-        for place, column in enumerate(columns):
+        for place, column in enumerate((forms, around[:, 0], around[:, 1])):
             trail[starts + place] = column
             is_operand[starts + place] = False
         trail[is_operand] = np.fromiter(chain.from_iterable(self._operands), dtype=np.int64, count=total - 3 * len(sizes))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax.extend.core as jexc
@@ -62,7 +63,7 @@ class Program:
     `op_of_site` maps each equation and body boundary, in the order in which `trace.build.control_flow` meets them, to its op id, -1 where
     the op is dead; equal equations of one body are one op. `scopes` numbers the computation (top level, loop body, remat body) that
     each op belongs to. `from_literals` holds the values that depend on no input, and so cost nothing to make in any sharding; `region_ops`
-    the ops inside `shard()` regions.
+    the ops inside `shard()` regions. Where there are losses, `divisors` tells by which numbers ops divide.
     """
 
     graph: Graph
@@ -75,3 +76,4 @@ class Program:
     from_literals: frozenset[int]
     region_ops: frozenset[int]
     loss_operands: tuple[LossOperand, ...] = ()
+    divisors: Mapping[int, float] = field(default_factory=dict)

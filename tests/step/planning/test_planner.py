@@ -230,6 +230,10 @@ def test_guesses_about_the_batch_and_patterns_without_a_match_are_noted():
     assert [note for note in teacher if "differ in dimension 0" in note]
     hybrid = plan(step, PARAMETERS, X, parallel_mode="hybrid_parallel", layerwise=("q*",)).plan.notes
     assert [note for note in hybrid if "'q*' matches no argument" in note]
+    several = plan(step, PARAMETERS, X, parallel_mode="hybrid_parallel", layerwise=("q*", "a", "b", "c")).plan.notes
+    assert [note for note in several if "layerwise_parallel" in note] == [
+        "4 patterns of layerwise_parallel match no argument. They are 'q*', 'a', 'b', and 1 more."
+    ]
 
 
 @pytest.mark.parametrize(("devices", "fix"), [(8, "dynamic_programming"), (1, "more devices")])
