@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +18,7 @@ from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Limits, Schedule, unsettled
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
-from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
+from spmdctx.search.dynamic.searcher import Budgets, Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import candidate_meshes, sizes_of
 from spmdctx.search.setup.request import Request, Setup
@@ -316,6 +317,28 @@ def test_a_mesh_gets_more_effort_only_after_the_others_were_tried_with_little(mo
         assert turns == sorted(turns, key=order.index) or isinstance(found, Shortfall)
         later += "search_later" in turns
     assert later
+
+
+@pytest.mark.parametrize("is_seen_first", [False, True])
+def test_a_mesh_without_a_plan_is_searched_again_only_where_no_other_mesh_had_one(is_seen_first):
+    with_plan, without = (SimpleNamespace(mesh=random_mesh(number)) for number in (3, 6))
+    searched = []
+
+    def within(_budget, fastest, _known_s, _bound_s, **how):
+        searched.append((fastest.setup, how["is_later"]))
+        found = fastest._replace(cost_s=3.0, lower_bound_s=2.0)
+        return found if fastest.setup is with_plan else Shortfall(0, 9, 9, fastest, is_cut=True)
+
+    budgets = object.__new__(Budgets)
+    budgets._meshes = SimpleNamespace(within=within)
+    first, second = (with_plan, without) if is_seen_first else (without, with_plan)
+    budgets._setups, budgets._bounds = [first, second], {with_plan.mesh: 1.0, without.mesh: 1.0}
+    budgets._fastest, budgets._best = Found(first, None, 1.0, 1.0, {}), None
+    schedule = Schedule((Attempt(THOROUGH),))
+    options = SimpleNamespace(memory_bytes=8, is_soft=True)
+    found = budgets._cheapest(SimpleNamespace(schedule=schedule, options=options, costs_s={}))
+    assert found.setup is with_plan
+    assert searched == [(first, False), (second, False), *([] if is_seen_first else [(without, False)])]
 
 
 def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
