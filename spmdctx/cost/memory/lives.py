@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
+from spmdctx.cost.memory.loops import Loops, NarrowLife, ValueLife, copied_for_loops, hoisted, narrowed
 from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_written, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
@@ -67,6 +67,7 @@ class StepMemory(NamedTuple):
         reads: from when to when inputs are read.
         in_carries: the values in the memory of a loop's carry, which they replace.
         made: the first of `lives` that an op makes in memory of its own, and the first after these.
+        stacks: the narrow copies that are made for loops if the compiler narrows the operands of products.
     """
 
     lives: tuple[ValueLife, ...]
@@ -82,6 +83,7 @@ class StepMemory(NamedTuple):
     reads: tuple[ValueLife, ...]
     in_carries: tuple[ValueLife, ...]
     made: tuple[int, int]
+    stacks: tuple[NarrowLife, ...]
 
 
 class Peak(NamedTuple):
@@ -215,14 +217,7 @@ def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies:
 
 
 class _Liveness:
-    def __init__(
-        self,
-        graph: Graph,
-        scopes: Sequence[int],
-        runs: tuple[int, ...],
-        is_split: bool,
-        fuses_into_products: bool,
-    ) -> None:
+    def __init__(self, graph: Graph, scopes: Sequence[int], runs: tuple[int, ...], is_split: bool, fuses_into_products: bool) -> None:
         self.graph, self.scopes, self.is_split = graph, scopes, is_split
         self.given = given_values(graph)
         self.materialized = materialized_values(graph, self.given)
@@ -283,6 +278,7 @@ class _Liveness:
             reads=reads,
             in_carries=tuple(in_carries),
             made=made_lives,
+            stacks=narrowed(graph, self.loops, self.carried),
         )
 
     def _reads(self, firsts: Sequence[int]) -> tuple[ValueLife, ...]:
