@@ -27,6 +27,7 @@ from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.kept.joined_chains import joined_chains
+from spmdctx.machine.xla.kept.narrow_stacks import given_back
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.images_on_chip import IMAGES_SHARE
 from spmdctx.machine.xla.memory.late_branches import late_branches
@@ -145,7 +146,7 @@ def step_memory(
         known = graph.facts[key] = _Liveness(graph, scopes, runs, is_split, fuses_into_products).find(
             fuses_rows=fuses_rows, copies_for_loops=delays_gradients
         )
-    lent: StepMemory | None = graph.facts.get((*key, donated)) if donated else known
+    lent: StepMemory | None = graph.facts.get((*key, donated))
     if lent is None:
         lent = graph.facts[(*key, donated)] = _lent(graph, known, donated)
     return lent
@@ -157,10 +158,12 @@ def _lent(graph: Graph, memory: StepMemory, donated: frozenset[int]) -> StepMemo
     reused = {after for value, after in graph.ties if value in donated and values[after][1:3] == values[value][1:3]}
     first, end = memory.made
     made = [life for life in memory.lives[first:end] if life.value not in reused]
+    apart = given_back(graph) - donated
     return memory._replace(
         lives=(*memory.lives[:first], *made, *memory.lives[end:]),
         in_carries=tuple([life for life in memory.in_carries if life.value not in reused]),
         made=(first, first + len(made)),
+        stacks=tuple([life for life in memory.stacks if life.value not in apart]),
     )
 
 

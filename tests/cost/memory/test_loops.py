@@ -41,6 +41,20 @@ def test_a_narrow_copy_lives_from_the_first_loop_to_the_end_of_the_last(fn, x):
     assert stack.end > max(op.id for op in graph.ops if op.primitive.startswith("dot_general"))
 
 
+@pytest.mark.parametrize("donated", [False, True])
+def test_the_copy_of_a_stack_that_is_given_back_lies_in_the_result(donated):
+    def frozen(weights, x):
+        def loss(x):
+            y, same = lax.scan(jax.checkpoint(lambda y, one: (jnp.tanh(y @ one.astype(y.dtype)), one)), x, weights)
+            return y.astype(jnp.float32).sum(), same
+
+        return jax.value_and_grad(loss, has_aux=True)(x)
+
+    program = trace(frozen, WEIGHTS, X)
+    given = frozenset(program.graph.inputs[:1]) if donated else frozenset()
+    assert len(step_memory(program.graph, program.scopes, given).stacks) == donated
+
+
 STACK = jax.ShapeDtypeStruct((8, 2048, 2048), jnp.float32)
 
 

@@ -5,11 +5,13 @@ What XLA does: a scan reads one layer of a stack of float32 weights in each iter
     gather what they need of it. All loops that read an argument so, forward or backward, share one copy, from before the first of them to
     the end of the last. It leaves nested loops, too, those over micro-batches among them, and passes reshapes and transposes. A loop that
     also reads a slice in the wide type reads all from the wide stack, and so does one that computes with the slice before it converts it.
+    Where the step gives a stack back as it was, and keeps the old one, the narrow copy lies in the result's buffer: most of them do.
 Seen in: libtpu 0.0.42.1, v5e, v5p and v6e, 44 scanned programs on one device and on eight, with weights whole, split or gathered in the
     loop, with and without recomputation. XLA for H100 does not. Of a part of an argument (`w[:3]`) nothing is converted. A stack that the
-    step makes is written narrow at once, and is never in memory as it was.
+    step makes is written narrow at once, and is never in memory as it was. Products of `Precision.HIGH` read the wide type, which the step
+    does not tell. LLaMA2-7B with LoRA: 62.98 GiB are compiled, 58.0 planned without copies of frozen weights and 70.1 with them.
 Switch: `Compiler.narrows_matrix_operands`
-Priced by: cost.memory.loops, for cost.price.memory and search.problem.memory_rows
+Priced by: cost.memory.loops and cost.memory.lives, for cost.price.memory and search.problem.memory_rows
 Written or prevented by: nothing
 Checked by: tests/machine/xla/kept/test_narrow_stacks.py
 """
@@ -21,7 +23,7 @@ from typing import NamedTuple
 
 from spmdctx.ir.analysis.kinds import ops_of
 from spmdctx.ir.graph import LITERAL, Graph, Op, item_bytes
-from spmdctx.ir.primitives import ANNOTATIONS, ENTERING, LAYOUT, MATRIX_PRODUCTS
+from spmdctx.ir.primitives import ANNOTATIONS, ENTERING, LAYOUT, MATRIX_PRODUCTS, SCAN_EXIT
 from spmdctx.machine.xla.narrowing import NARROW_BYTES
 
 _SAME = ANNOTATIONS | {"reshape", "squeeze"}
@@ -55,6 +57,16 @@ def narrow_stacks(graph: Graph, carried: Container[int]) -> Iterator[NarrowStack
             wide, narrow = item_bytes(graph.values[value].dtype), _sliced_bytes(graph, op, carried)
             if 0 < narrow < wide:
                 yield NarrowStack(value, op.id, narrow / wide)
+
+
+def given_back(graph: Graph) -> frozenset[int]:
+    """Returns the arguments whose slices a scan stacks up again as a result of the step."""
+    outputs, found = frozenset(graph.outputs), set()
+    for op in ops_of(graph, (SCAN_EXIT,)):
+        maker = graph.producers.get(op.operands[0])
+        if op.results[0] in outputs and maker is not None and graph.ops[maker].primitive in ENTERING:
+            found.add(graph.ops[maker].operands[0])
+    return frozenset(found)
 
 
 def _maker(graph: Graph, value: int) -> Op | None:
