@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.loops import Loops, ValueLife, copied_for_loops, hoisted
+from spmdctx.cost.memory.loops import Loops, NarrowLife, ValueLife, copied_for_loops, hoisted, narrowed
 from spmdctx.cost.memory.materialized import given_values, materialize_operands, materialize_written, materialized_values, settled_values
 from spmdctx.ir.analysis.incidence import ends
 from spmdctx.ir.analysis.kinds import op_kinds, value_kinds
@@ -27,6 +27,7 @@ from spmdctx.ir.primitives import CARRYING, ENTERING, LEAVING
 from spmdctx.ir.rule import FactorKind
 from spmdctx.machine.topology import Compiler
 from spmdctx.machine.xla.kept.joined_chains import joined_chains
+from spmdctx.machine.xla.kept.narrow_stacks import given_back
 from spmdctx.machine.xla.late_products import GradientProduct, gradient_products
 from spmdctx.machine.xla.memory.images_on_chip import IMAGES_SHARE
 from spmdctx.machine.xla.memory.late_branches import late_branches
@@ -67,6 +68,7 @@ class StepMemory(NamedTuple):
         reads: from when to when inputs are read.
         in_carries: the values in the memory of a loop's carry, which they replace.
         made: the first of `lives` that an op makes in memory of its own, and the first after these.
+        stacks: the narrow copies that are made for loops if the compiler narrows the operands of products.
     """
 
     lives: tuple[ValueLife, ...]
@@ -82,6 +84,7 @@ class StepMemory(NamedTuple):
     reads: tuple[ValueLife, ...]
     in_carries: tuple[ValueLife, ...]
     made: tuple[int, int]
+    stacks: tuple[NarrowLife, ...]
 
 
 class Peak(NamedTuple):
@@ -143,7 +146,7 @@ def step_memory(
         known = graph.facts[key] = _Liveness(graph, scopes, runs, is_split, fuses_into_products).find(
             fuses_rows=fuses_rows, copies_for_loops=delays_gradients
         )
-    lent: StepMemory | None = graph.facts.get((*key, donated)) if donated else known
+    lent: StepMemory | None = graph.facts.get((*key, donated))
     if lent is None:
         lent = graph.facts[(*key, donated)] = _lent(graph, known, donated)
     return lent
@@ -155,10 +158,12 @@ def _lent(graph: Graph, memory: StepMemory, donated: frozenset[int]) -> StepMemo
     reused = {after for value, after in graph.ties if value in donated and values[after][1:3] == values[value][1:3]}
     first, end = memory.made
     made = [life for life in memory.lives[first:end] if life.value not in reused]
+    apart = given_back(graph) - donated
     return memory._replace(
         lives=(*memory.lives[:first], *made, *memory.lives[end:]),
         in_carries=tuple([life for life in memory.in_carries if life.value not in reused]),
         made=(first, first + len(made)),
+        stacks=tuple([life for life in memory.stacks if life.value not in apart]),
     )
 
 
@@ -215,14 +220,7 @@ def peak(found: Sequence[ValueLife], sizes: Sequence[int], num_ops: int, copies:
 
 
 class _Liveness:
-    def __init__(
-        self,
-        graph: Graph,
-        scopes: Sequence[int],
-        runs: tuple[int, ...],
-        is_split: bool,
-        fuses_into_products: bool,
-    ) -> None:
+    def __init__(self, graph: Graph, scopes: Sequence[int], runs: tuple[int, ...], is_split: bool, fuses_into_products: bool) -> None:
         self.graph, self.scopes, self.is_split = graph, scopes, is_split
         self.given = given_values(graph)
         self.materialized = materialized_values(graph, self.given)
@@ -283,6 +281,7 @@ class _Liveness:
             reads=reads,
             in_carries=tuple(in_carries),
             made=made_lives,
+            stacks=narrowed(graph, self.loops, self.carried),
         )
 
     def _reads(self, firsts: Sequence[int]) -> tuple[ValueLife, ...]:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from spmdctx.ir.analysis.kinds import ops_of
 from spmdctx.ir.graph import LITERAL, Graph, item_bytes
 from spmdctx.ir.primitives import ENTERING, LEAVING
+from spmdctx.machine.xla.kept.narrow_stacks import narrow_stacks
 from spmdctx.machine.xla.memory.loop_copies import LoopRead
 
 
@@ -17,6 +18,15 @@ class ValueLife(NamedTuple):
     value: int
     start: int
     end: int
+
+
+class NarrowLife(NamedTuple):
+    """The life of a narrow copy of a value, which has a `share` of the bytes that a device stores of it."""
+
+    value: int
+    start: int
+    end: int
+    share: float
 
 
 class Loops:
@@ -60,6 +70,17 @@ def hoisted(graph: Graph, loops: Loops, carried: Container[int], materialized: b
         narrow = [value for value in made if not materialized[value] and item_bytes(values[value].dtype) < size]
         found += [ValueLife(value, op.id, end) for value in narrow[:1]]
     return found
+
+
+def narrowed(graph: Graph, loops: Loops, carried: Container[int]) -> tuple[NarrowLife, ...]:
+    """Returns the lives of the narrow copies of stacks: from the first loop that reads one to the end of the last."""
+    found: dict[int, NarrowLife] = {}
+    for value, start, share in narrow_stacks(graph, carried):
+        known, end = found.get(value), loops.last[start]
+        if known is not None:
+            start, end, share = min(start, known.start), max(end, known.end), max(share, known.share)
+        found[value] = NarrowLife(value, start, end, share)
+    return tuple(found.values())
 
 
 def copied_for_loops(reads: Iterable[LoopRead], loops: Loops, runs: Sequence[int]) -> list[ValueLife]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.lives import StepMemory
+from spmdctx.cost.memory.lives import Copy, StepMemory
 from spmdctx.cost.memory.loops import ValueLife
 from spmdctx.ir.arrays import IntArray
 
@@ -48,13 +48,23 @@ def results_of(memory: StepMemory, outputs: Collection[int]) -> list[ValueLife]:
     return [life for life in memory.lives[first:end] if life.value in outputs]
 
 
-def reserved_in(memory: StepMemory, outputs: Collection[int], sizes: Sequence[int], alive: IntArray) -> Reserved:
-    """Returns what is reserved beside the bytes that are alive at each op; nothing where results take hardly any memory."""
+def reserved_in(
+    memory: StepMemory, outputs: Collection[int], sizes: Sequence[int], alive: IntArray, copies: Sequence[Copy] = ()
+) -> Reserved:
+    """Returns what is reserved beside the bytes that are alive at each op; nothing where results take hardly any memory.
+
+    Args:
+        memory: when values are in memory.
+        outputs: the results of the step.
+        sizes: one device's bytes of each value of the graph.
+        alive: the bytes alive at each op.
+        copies: other temporary values.
+    """
     results, count = results_of(memory, outputs), len(alive)
     if not count or sum(sizes[life.value] for life in results) < _LITTLE * alive.max():
         return Reserved(np.zeros(count, dtype=np.int64), ())
-    others = [life for life in memory.lives[memory.made[0] :] if life.value not in outputs]
-    found = reserved_bytes(results, others, sizes, count)
+    made = [Copy(start, end, sizes[value]) for value, start, end in memory.lives[memory.made[0] :] if value not in outputs]
+    found = reserved_bytes(results, [*made, *copies], sizes, count)
     waiting = _waiting(results, sizes, count)
     bounds = np.linspace(0, count, min(_MOST_PIECES, count) + 1).astype(np.int64).tolist()
     pieces = []
@@ -65,18 +75,18 @@ def reserved_in(memory: StepMemory, outputs: Collection[int], sizes: Sequence[in
     return Reserved(found, tuple(pieces))
 
 
-def reserved_bytes(results: Sequence[ValueLife], others: Sequence[ValueLife], sizes: Sequence[int], num_ops: int) -> IntArray:
+def reserved_bytes(results: Sequence[ValueLife], others: Sequence[Copy], sizes: Sequence[int], num_ops: int) -> IntArray:
     """Returns the bytes at each op of results that are not made yet, without those in which temporary values may lie.
 
     Args:
         results: the lives of results that have memory of their own.
-        others: the lives of temporary values.
+        others: temporary values.
         sizes: one device's bytes of each value of the graph.
         num_ops: number of ops of the graph.
     """
     waiting, found = _rows([(0, life.start, sizes[life.value]) for life in results]), _waiting(results, sizes, num_ops)
     most = int(waiting[:, 2].max(initial=0))
-    temporary = _rows([(life.start, life.end + 1, sizes[life.value]) for life in others if 0 < sizes[life.value] <= most])
+    temporary = _rows([(start, end + 1, num_bytes) for start, end, num_bytes in others if 0 < num_bytes <= most])
     kinds, kind = np.unique(temporary[:, 2], return_inverse=True)
     heaviest = np.bincount(kind, temporary[:, 2], len(kinds)).argsort(kind="stable")[::-1][:_MOST_KINDS]
     taken: IntArray = np.zeros(num_ops, dtype=np.int64)

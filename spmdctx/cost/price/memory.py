@@ -91,9 +91,10 @@ class MemoryCount:
 
         until = self._late_updates(moving, bill)
         waiting = [Copy(life.end + 1, until[life.value], sizes[life.value]) for life in memory.lives if life.value in until]
+        stacks = self._stacks(sizes)
 
         def alive_with(late: Mapping[int, GradientProduct]) -> IntArray:
-            copies = [*self.copies.finish(moved, sizes, late), *(copy for copy in waiting if copy.start <= copy.end)]
+            copies = [*self.copies.finish(moved, sizes, late), *(copy for copy in waiting if copy.start <= copy.end), *stacks]
             return profile(memory.lives, sizes, len(graph.ops), copies, chip, images)
 
         def fuses(op: Op) -> bool:
@@ -103,11 +104,16 @@ class MemoryCount:
         late = Late(products, alive_with(products), alive_with, partial(self.copies.waiting, sizes), fuses)
         waits = self._assigned.topology.compiler.runs_barriers_in_order
         bill.early, alive = early_updates(graph, self._assigned.step.scopes, memory, late) if waits else ((), late.alive)
-        reserved = reserved_in(memory, frozenset(graph.outputs), sizes, alive)
+        reserved = reserved_in(memory, frozenset(graph.outputs), sizes, alive, stacks)
         every = alive + reserved.bytes
         bill.reserved, bill.reserved_bytes = reserved.pieces, int(every.max(initial=0) - alive.max(initial=0))
         bill.argument_bytes = sum(sizes[value] for value in dict.fromkeys(graph.inputs))
         set_peak(bill, every.tolist(), self._assigned.topology)
+
+    def _stacks(self, sizes: Sequence[int]) -> list[Copy]:
+        """Returns the narrow copies of stacks that loops read."""
+        stacks = self._memory.stacks if self._assigned.topology.compiler.narrows_matrix_operands else ()
+        return [Copy(start, end, int(share * sizes[value])) for value, start, end, share in stacks]
 
     def _found(self, bill: Bill) -> StepMemory:
         """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else.

@@ -165,6 +165,7 @@ class _RowBuilder:
             return
         table = np.array([life[:3] for life in self._lives], dtype=np.int64)
         least = np.array([0.0 if usage is None else usage.min() for usage in self._usages])[table[:, 0]]
+        least *= [min(life.share / self._share, 1.0) for life in self._lives]  # Narrow copies are smaller than their values.
         stays = ~(is_short(table[:, 1], table[:, 2] - 1, num_ops) & (least <= chip.largest_bytes))
         kept = list(compress(self._lives, stays.tolist()))
         self._costs.append(np.zeros(1))
@@ -174,9 +175,10 @@ class _RowBuilder:
 
     def add_values(self, memory: StepMemory) -> None:
         """Adds every value that exists in memory, where it is stored."""
-        network, space = self._network, self._space
+        network, space, topology = self._network, self._space, self._space.topology
+        stacks = memory.stacks if topology.compiler.narrows_matrix_operands else ()
         arguments = set(space.graph.inputs)
-        for value, start, end in memory.lives:
+        for value, start, end, part in (*((*life, 1.0) for life in memory.lives), *stacks):
             slot = space.slot_of[value]
             if slot in space.free_slots:
                 continue
@@ -189,13 +191,12 @@ class _RowBuilder:
             share = 1.0 if value in arguments else self._share
             arguments.discard(value)
             usage = self._usages[node]
-            if usage is None or (memory.narrow[value] and space.topology.compiler.narrows_matrix_operands):
-                size = self._bytes(value, self._tables.choices[node].stored[0]) * kept_share(
-                    space.graph.values[value], memory.narrow, space.topology
-                )
+            if usage is None or (memory.narrow[value] and topology.compiler.narrows_matrix_operands):
+                kept = kept_share(space.graph.values[value], memory.narrow, topology)
+                size = kept * self._bytes(value, self._tables.choices[node].stored[0])
                 # Members of a class may be kept in different types.
                 self._usages[node] = size if usage is None else np.minimum(usage, size)
-            self._lives.append(Life(node, start, end + 1, share))
+            self._lives.append(Life(node, start, end + 1, part * share))
 
     def _live(self, node: int, start: int, end: int) -> None:
         """Adds a life of what is no argument."""
@@ -222,10 +223,7 @@ class _RowBuilder:
         return auxiliary
 
     def add_copies(self, memory: StepMemory) -> None:
-        """Adds the copies that uses gather, from the first to the last product that takes them.
-
-        Products that may run last are left out.
-        """
+        """Adds the copies that uses gather, from the first to the last product that takes them; those that may run last are left out."""
         network = self._network
         readers: dict[tuple[int, int], list[_Reader]] = {}
         moves = _may_be_elsewhere(memory)

@@ -52,7 +52,18 @@ def normed(weights, x):
     return value, jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, slopes)
 
 
+def scanned(weights, x):
+    """Weights in a stack, of which each iteration reads a narrow slice."""
+
+    def loss(weights):
+        h, _ = jax.lax.scan(lambda h, weight: (jnp.tanh(h @ weight.astype(h.dtype)), None), x.astype(jnp.bfloat16), weights)
+        return jnp.sum(h.astype(jnp.float32) ** 2)
+
+    return weights - 0.1 * jax.grad(loss)(weights)
+
+
 CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tied": (tied, [W, W], X), "normed": (normed, [W, W], X)}
+CASES["scanned"] = (scanned, jax.ShapeDtypeStruct((6, 256, 256), jnp.float32), X)
 
 
 def _counted_and_billed(program, mesh, machine, times, limit=2**20):
