@@ -213,14 +213,14 @@ class _Run:
         solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
         if limits.reserved and isinstance(solution, Shortfall):
             solution = solution._replace(is_proven=False, lower_bound_s=0.0)
+        if limits.proves and isinstance(solution, Solution):
+            self._bound_s = max(self._bound_s, solution.lower_bound)
         if self.allowance.is_spent() and not self._is_near(solution):
             return self._cut(solution)
         if isinstance(solution, Shortfall):
             return self._short(solution)
         if not limits.proves and solution.lower_bound >= self._known_s:
             return self._above(limits.limit)
-        if limits.proves:
-            self._bound_s = max(self._bound_s, solution.lower_bound)
         if self._bound_s >= self._known_s:
             return Beaten(self._bound_s)
         self._keep(solution)
@@ -351,8 +351,8 @@ class _Run:
             # Choices that were repaired within less memory are sometimes cheaper.
             self._limits.limit *= _LOWER
             return None
-        gap_s = self._seen.cost_s - self._bound_s
-        if self._level > self._effort.level or gap_s <= self._effort.insists * max(self._seen.cost_s, _LEAST_S):
+        gap_s, is_beaten = self._seen.cost_s - self._bound_s, self._seen.cost_s > self._known_s
+        if self._level > self._effort.level or is_beaten or gap_s <= self._effort.insists * max(self._seen.cost_s, _LEAST_S):
             return self._seen._replace(lower_bound_s=self._bound_s)
         self._level += 1
         return None

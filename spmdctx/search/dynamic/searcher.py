@@ -348,8 +348,8 @@ class Budgets:
             found = self._meshes.within(budget, fastest, known_s, bounds[mesh], **how)
             bounds[mesh] = max(bounds[mesh], found.lower_bound_s)
             log_mesh(mesh, found, budget.options.memory_bytes)
-            short.pop(mesh, None)
-            if isinstance(found, Shortfall) and best is None:
+            known = short.pop(mesh, None)
+            if isinstance(found, Shortfall) and (best is None or found is known):
                 short[mesh] = found
             elif isinstance(found, Found) and (best is None or found.cost_s < best.cost_s * (1 - SAME_COST)):
                 self._best = found

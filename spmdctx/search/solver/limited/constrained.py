@@ -220,10 +220,10 @@ class Constrained:
         for _ in range(PLANES):
             at, most = prices.step()
             self.prices, self.active = prices.best, prices.active
-            if np.isfinite(most) and most - prices.bound <= max(tolerance / 4, 1e-9) * abs(most):
+            enough = min(self.cutoff, np.inf if self.best is None else self.best.cost * (1 - max(tolerance, EQUAL)))
+            if prices.are_spent(most, enough, tolerance):
                 break
-            known_cost = np.inf if self.best is None else self.best.cost * (1 - max(tolerance, EQUAL))
-            choice = None if self.search.expired() else prices.evaluate_below(at, min(self.cutoff, known_cost))
+            choice = None if self.search.expired() else prices.evaluate_below(at, enough)
             if choice is None or prices.is_loose:
                 return False
             self.met.append(choice.states)

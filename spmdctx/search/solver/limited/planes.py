@@ -24,6 +24,8 @@ LOOSE = 0.002
 """The gap of a minimum, relative to its cost, from which on prices by messages are the better way."""
 MOST_MISSED = 2
 """Such minima one after the other; the prices after the first are mostly better."""
+WORTH = 0.02
+"""Share of what a bound must rise by to be enough, by which other prices must be able to raise it."""
 _HIGHEST = 30.0
 """Multiple of the range of all costs that half of the limit may cost at most."""
 
@@ -48,6 +50,13 @@ class WidePrices(Prices):
     def is_loose(self) -> bool:
         """Returns whether the last minima could not be found in the effort's time, so that further ones are not worth it."""
         return self._missed >= MOST_MISSED
+
+    def are_spent(self, most: float, enough: float, tolerance: float) -> bool:
+        """Returns whether no other prices raise the bound, to `most` at most, by what is worth a minimum."""
+        if not np.isfinite(most):
+            return False
+        left = enough - self.bound if np.isfinite(enough) else 0.0
+        return most - self.bound <= max(tolerance / 4 * abs(most), 1e-9 * abs(most), WORTH * left)
 
     def evaluate_below(self, prices: FloatArray, enough: float) -> Candidate | None:
         """Returns the best choice at prices, which may raise the bound, or a good one if the bound is `enough`; None if there is none."""

@@ -88,3 +88,22 @@ def test_choices_at_prices_are_told_so_that_other_limits_start_from_them(monkeyp
         assert again.cost <= found.cost + 1e-9
         return
     pytest.fail("no problem has prices")
+
+
+def test_prices_that_can_hardly_raise_the_bound_are_not_tried(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
+    monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
+    tried, gaps = {}, {}
+    for worth in (0.0, 0.02, 0.5):
+        monkeypatch.setattr("spmdctx.search.solver.limited.planes.WORTH", worth)
+        tried[worth] = gaps[worth] = 0
+        for seed in range(5300, 5360):
+            problem = random_problem(seed, max_nodes=7)
+            found = solve(problem, effort=0)
+            if not isinstance(found, Infeasible):
+                assert found.lower_bound <= truth(problem).cost + 1e-9 <= found.cost + 2e-9
+                tried[worth] += found.counts.get("prices", 0)
+                gaps[worth] += found.cost - found.lower_bound
+    assert tried[0.5] < tried[0.02] <= tried[0.0]
+    assert gaps[0.02] <= 1.1 * gaps[0.0]
