@@ -79,7 +79,8 @@ def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> boo
         graph.split()
         graph.peel(None if rows is None else rows.live)
         if is_over:
-            return True
+            # What peeling joins may leave states without any finite choice: messages between them are no numbers.
+            return supported(graph)
         removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)
         if not removed:

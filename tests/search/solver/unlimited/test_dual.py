@@ -180,3 +180,23 @@ def test_sweeps_end_where_the_bound_hardly_rises_if_states_are_kept(monkeypatch)
         assert found.bound <= exact.cost <= found.cost
         sweeps[keeps] = search.counts["sweeps"]
     assert sweeps[True] < sweeps[False]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_state_that_has_no_finite_choice_once_a_node_is_peeled_leaves_bounds_true(seed, monkeypatch):
+    for name in ("DIRECT_WORK", "SHELL_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 0)
+    random = np.random.default_rng(seed)
+    tables = {(one, two): random.random((4, 4)) for one in range(6) for two in range(one)}
+    # State 0 of node 1 needs state 0 of the small node 6, that needs state 0 of node 0, and this one forbids the first.
+    tables[1, 0][0, 0] = np.inf
+    small = np.array([[1.0, np.inf], [np.inf, 1.0], [np.inf, 1.0], [np.inf, 1.0]])
+    edges = [Edge(one, two, table) for (one, two), table in tables.items()] + [Edge(0, 6, small), Edge(1, 6, small)]
+    costs = [random.random(4) for _ in range(6)]
+    costs[1][0] = -5.0
+    problem = Problem((*costs, np.zeros(2)), tuple(edges))
+    found = minimise(CostGraph.of(problem.costs, problem.edges, Pool()), SolverRun(effort=1, work=0))
+    true = truth(problem)
+    assert found.bound <= true.cost + 1e-9
+    assert found.cost == pytest.approx(cost_of(problem.costs, problem.edges, found.states))
+    assert found.cost <= true.cost * 1.5
