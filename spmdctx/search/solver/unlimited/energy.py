@@ -78,13 +78,11 @@ def shrink(graph: CostGraph, search: SolverRun, rows: Rows | None = None) -> boo
     while supported(graph):
         graph.split()
         graph.peel(None if rows is None else rows.live)
-        if is_over:
+        removed = 0 if is_over else discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
+        if not removed:
             # What peeling joins may leave states without any finite choice: messages between them are no numbers.
             return supported(graph)
-        removed = discard(graph, None if rows is None else rows.priced, lambda: search.progress() > over)
         search.count("dominated", removed)
-        if not removed:
-            return True
         is_over = search.progress() > over  # Nodes of one state go nevertheless.
     return False
 

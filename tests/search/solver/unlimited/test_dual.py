@@ -115,6 +115,12 @@ def test_dominated_states_do_not_change_the_optimum(seed, remove, monkeypatch):
         assert np.isinf(true.cost)
 
 
+def leave_no_elimination(monkeypatch, work):
+    """Lets elimination take hardly any work, so that bounds and states come of messages."""
+    for name in ("DIRECT_WORK", "SHELL_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", work)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_shells_prove_what_elimination_finds(seed, monkeypatch):
     problem = grid(5, 6, seed)
@@ -132,8 +138,7 @@ def test_the_bound_is_honest_when_work_is_short(monkeypatch):
     problem = grid(6, 6, 7)
     graph = CostGraph.of(problem.costs, problem.edges, Pool())
     exact = minimise(graph, SolverRun())
-    for name in ("DIRECT_WORK", "SHELL_WORK"):
-        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    leave_no_elimination(monkeypatch, 100)
     found = minimise(graph, SolverRun(work=100, rounds=1))
     assert found.bound <= exact.cost <= found.cost
 
@@ -156,8 +161,7 @@ def test_a_choice_that_shows_a_minimum_to_be_useless_ends_the_sweeps(seed, monke
     problem = grid(6, 8, seed)
     graph = CostGraph.of(problem.costs, problem.edges, Pool())
     exact = minimise(graph, SolverRun())
-    for name in ("DIRECT_WORK", "SHELL_WORK"):
-        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    leave_no_elimination(monkeypatch, 100)
     useful, useless = (SolverRun(tolerance=1e-6, useless=most) for most in (0.99 * exact.cost, 1.5 * exact.cost))
     whole, found = minimise(graph, useful), minimise(graph, useless)
     assert useless.counts["sweeps"] < useful.counts["sweeps"]
@@ -169,8 +173,7 @@ def test_sweeps_end_where_the_bound_hardly_rises_if_states_are_kept(monkeypatch)
     problem = grid(7, 8, 5)
     graph = CostGraph.of(problem.costs, problem.edges, Pool())
     exact = minimise(graph, SolverRun())
-    for name in ("DIRECT_WORK", "SHELL_WORK"):
-        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 100)
+    leave_no_elimination(monkeypatch, 100)
     monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.GOOD_GAP", 4.0)
     monkeypatch.setattr("spmdctx.search.solver.unlimited.energy.WORTH_SWEEPS", 0.2)
     sweeps = {}
@@ -184,8 +187,7 @@ def test_sweeps_end_where_the_bound_hardly_rises_if_states_are_kept(monkeypatch)
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_state_that_has_no_finite_choice_once_a_node_is_peeled_leaves_bounds_true(seed, monkeypatch):
-    for name in ("DIRECT_WORK", "SHELL_WORK"):
-        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 0)
+    leave_no_elimination(monkeypatch, 0)
     random = np.random.default_rng(seed)
     tables = {(one, two): random.random((4, 4)) for one in range(6) for two in range(one)}
     # State 0 of node 1 needs state 0 of the small node 6, that needs state 0 of node 0, and this one forbids the first.
