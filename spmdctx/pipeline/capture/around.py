@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax.extend.core as jexc
 
@@ -23,13 +23,18 @@ SPREAD = -2
 """The stage of what all stages share by layers: their devices compute it together."""
 
 
-class Program(NamedTuple):
-    """Equations that one stage, or for SPREAD all together, run at once. Inputs and outputs are variables of the whole step."""
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Equations that one stage, or for SPREAD all together, run at once. Inputs and outputs are variables of the whole step.
+
+    `built` keeps what was built from them, by the names and roles of the inputs.
+    """
 
     stage: int
     jaxpr: jexc.ClosedJaxpr
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    built: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
 
 @dataclass(frozen=True)

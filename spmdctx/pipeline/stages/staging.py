@@ -41,6 +41,7 @@ class CutLoss:
     """A captured step with the line on which its loss is cut, the estimated time of each equation there, and the stages of marked ones.
 
     `around` is the step's program around the loss; `entries` are those of a dataset_strategy, by the path of the batch leaf.
+    `surroundings` keeps what stages do around the chunks of a loss that is divided, by the stages of the chunks.
     """
 
     step: PipelinedStep
@@ -49,6 +50,7 @@ class CutLoss:
     marks: Mapping[int, int]
     around: Around
     entries: Mapping[str, object] = field(default_factory=dict)
+    surroundings: dict[tuple[int, ...], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
     _divided: dict[tuple[int, ...], Divided] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def divided(self, places: tuple[int, ...]) -> Divided:

@@ -110,23 +110,42 @@ class Surrounded(NamedTuple):
     notes: list[str]
 
 
+class _Surroundings(NamedTuple):
+    """The programs around a loss, and whether all layers of each stack lie on one stage, since stages cannot share them."""
+
+    placement: Placement
+    rounds: list[list[Program]]
+    notes: list[str]
+    are_together: bool
+
+
 def surrounded(stages: Stages) -> Surrounded:
-    """Finds out what each stage does around the loss.
+    """Finds out what each stage does around the loss; plans of the same chunks on the same stages share it.
 
     Raises:
         UnsupportedError: what follows the loss mixes arrays that stages share by layers with others.
     """
+    known, key = stages.loss.surroundings, tuple(stages.schedule.stage_of)
+    if key not in known:
+        known[key] = _surroundings(stages)
+    found: _Surroundings = known[key]
+    if found.are_together:
+        stages = replace(stages, stacks=[together(stack) for stack in stages.stacks])
+    return Surrounded(stages, found.placement, found.rounds, found.notes)
+
+
+def _surroundings(stages: Stages) -> _Surroundings:
     step, around, stacks = stages.loss.step, stages.loss.around, stages.stacks
-    notes = []
+    notes, are_together = [], False
     try:
         placement = _placement(step, around, stages)
     except UnsupportedError as error:
         if not any(stack.is_spread for stack in stacks):
             raise
-        stages = replace(stages, stacks=[together(stack) for stack in stacks])
+        stages, are_together = replace(stages, stacks=[together(stack) for stack in stacks]), True
         placement = _placement(step, around, stages)
         notes.append(f"Stages cannot share stacked parameters by layers here: {error.args[0].splitlines()[0]}")
-    return Surrounded(stages, placement, programs_of(around, placement, stages.schedule.num_stages), notes)
+    return _Surroundings(placement, programs_of(around, placement, stages.schedule.num_stages), notes, are_together)
 
 
 def completed(staging: Staging, own: Surrounded, *, scatters: bool = False) -> PlannedPipeline:
@@ -224,7 +243,7 @@ def _plan_rounds(pipeline: PlannedPipeline, rounds: Sequence[Sequence[Program]],
                 outcomes = [own._replace(layers=_layer_axes(pipeline, var)) for own, var in zip(outcomes, program.outputs, strict=True)]
             name, settings = f"after{number}_{'all' if by_all else program.stage}", settings_of[by_all]
             free = with_entries(settings, [None] * sum(operand.role is Role.BATCH for operand in operands))
-            planned = staging.planner(captured_program(name, program.jaxpr, settings.mesh, operands, outcomes), free)
+            planned = staging.planner(captured_program(name, program.jaxpr, settings.mesh, operands, outcomes, program.built), free)
             graph, values = planned.program.graph, planned.assignment.values
             for var, value in (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True)):
                 if is_array(var) and value >= 0:

@@ -4,6 +4,7 @@ import pytest
 from spmdctx.search.solver.problem.graph import CostGraph, cost_of
 from spmdctx.search.solver.problem.pool import Pool
 from spmdctx.search.solver.problem.problem import Edge, Problem
+from spmdctx.search.solver.unlimited import batches
 from spmdctx.search.solver.unlimited import dual as dual_module
 from spmdctx.search.solver.unlimited.dominance import discard, supported, thin
 from spmdctx.search.solver.unlimited.dual import Dual
@@ -97,6 +98,20 @@ def test_edges_of_one_large_table_get_the_same_messages_at_once_and_one_by_one(m
     at_once = bound_after(problem, 4)
     monkeypatch.setattr(dual_module, "MUCH_WORK", 0.0)
     assert bound_after(problem, 4) == pytest.approx(at_once, abs=1e-12)
+
+
+def test_messages_do_not_depend_on_how_tables_lie_in_memory(monkeypatch):
+    random = np.random.default_rng(2)
+    edges = [Edge(one, 3 + two, random.random((40, 50))) for one in range(3) for two in range(3)]
+    problem = Problem(tuple(random.random(40 if node < 3 else 50) for node in range(6)), tuple(edges))
+    found = []
+    for turned in (0.0, np.inf):
+        monkeypatch.setattr(batches, "TURNED", turned)
+        dual = Dual(CostGraph.of(problem.costs, problem.edges, Pool()))
+        dual.sweep(4, lambda: False)
+        tables = [batch.tables for batch in dual._forward if not isinstance(batch, batches.Single)]
+        found.append((dual.bound().value, {own.flags.c_contiguous for own in tables if own.shape[2] > 1}))
+    assert found == [(found[0][0], {False}), (found[0][0], {True})]
 
 
 @pytest.mark.parametrize("remove", [discard, thin])
