@@ -35,8 +35,14 @@ class StageMemory(NamedTuple):
     peaks: Mapping[str, int]
 
 
-def memory_of(pipeline: PlannedPipeline) -> list[StageMemory]:
-    """Returns the memory of each stage, by the order in which the pipeline runs its tasks."""
+def memory_of(pipeline: PlannedPipeline) -> Sequence[StageMemory]:
+    """Returns the memory of each stage, by the order in which the pipeline runs its tasks; it is counted once."""
+    if not pipeline.memories:
+        pipeline.memories = _counted(pipeline)
+    return pipeline.memories
+
+
+def _counted(pipeline: PlannedPipeline) -> list[StageMemory]:
     stages = [_Stage() for _ in range(pipeline.schedule.num_stages)]
     chunks = [_Chunk(own, pipeline, number) for number, own in enumerate(pipeline.planned)]
     home = _Home(pipeline)

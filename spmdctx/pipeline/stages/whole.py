@@ -42,7 +42,8 @@ class PlannedPipeline:
 
     `placed` has the sharding of each array around the loss on its stage. `bounds` are those of the schedule, if not None.
     `stacks` are the stacked values whose layers are leaves of the loss, as stages keep them.
-    `reductions` are the programs that complete sums of gradients which no micro-batch reduces, by their chunks.
+    `reductions` are the programs that complete sums of gradients which no micro-batch reduces, by their chunks. `memories` is what was
+    counted of a pipeline that is planned (`stages.memory`).
     """
 
     step: PipelinedStep
@@ -60,6 +61,7 @@ class PlannedPipeline:
     notes: list[str] = field(default_factory=list)
     stacks: Sequence[StoredStack] = ()
     reductions: Mapping[int, PlannedTask] = field(default_factory=dict)
+    memories: Sequence[Any] = ()
 
     @property
     def total_s(self) -> float:
