@@ -298,13 +298,13 @@ def _checked_step(step: object) -> int:
 
 
 def _check_alive(tree: StateTree) -> None:
-    """Refuses a state with arrays whose memory a step has reused."""
+    """Refuses a state with arrays whose memory was reused or freed."""
     gone = [path for path, leaf in zip(tree.paths, tree.leaves, strict=True) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if gone:
         raise CheckpointError(
-            "The state holds arrays that are deleted: a step that they were donated to has reused their memory.",
+            "The state holds arrays that are deleted: a step that they were donated to has reused their memory, or delete() was called.",
             got=listed(gone),
-            fix="save the state that the step returned",
+            fix="save the state that the step returned, and call delete() later",
         )
 
 
