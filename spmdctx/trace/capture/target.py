@@ -13,7 +13,6 @@ from spmdctx.errors import ContextError, UnsupportedError, message
 from spmdctx.trace.capture.arguments import Names, Parameters, Positions, Selection, parameters_of
 from spmdctx.trace.capture.objects import has_objects
 
-
 _NOT_STATIC = {"donate": "no array whose memory a step could reuse", "batch": "no array that devices could split"}
 
 
