@@ -237,7 +237,7 @@ class _Second:
             return traced
 
         traced, rows = traced_in_parts(seen, call, trace, operands, options)
-        self.deviations += seen.fixed_notes(traced.jaxpr.jaxpr)
+        self.deviations += [note for note in seen.fixed_notes(traced.jaxpr.jaxpr) if note not in self.deviations]
         self.notes += [*self.deviations, *([call.note] if call.note else []), *state_notes(call, rows)]
         if options.is_local:
             order = gradient_order(call, traced, rows)

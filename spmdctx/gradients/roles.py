@@ -92,8 +92,10 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
     notes += _added_notes(_ADDED, [paths[leaf] for leaf in sorted(verdict.added - verdict.impure)], calls, options)
-    if len(calls) == 1:
-        calls[0].if_fixed += _added_notes(_DIVIDED, [paths[leaf] for leaf in sorted(verdict.divided - verdict.added)], calls, options)
+    for one in own:
+        if one.leaf == LOSS_VALUE:
+            fixed = sorted(verdict.divided[one.value] - verdict.added)
+            calls[one.call].if_fixed += _added_notes(_DIVIDED, [paths[leaf] for leaf in fixed], [calls[one.call]], options)
     notes += [_REPEATED.format(where=where) for where in dict.fromkeys(graph.origins[op].source for op in sorted(verdict.repeated))]
     if others and not captured.guessed:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
