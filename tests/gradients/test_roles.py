@@ -413,6 +413,14 @@ def test_a_divisor_that_does_not_follow_the_rows_is_said(loss, options, count):
         assert "pipeline_stages" in options or note in report.explanations
 
 
+@pytest.mark.parametrize(("rows", "said"), [(0, "0 rows"), (1, "1 row")])
+@pytest.mark.parametrize("options", [{}, {"parallel_mode": "semi_auto_parallel", "gradients_mean": False, "grad_accumulation_step": 4}])
+def test_too_few_rows_are_refused_by_their_number(rows, said, options):
+    local, _ = steps_of(lambda w, x: jnp.mean((x @ w) ** 2))
+    with pytest.raises(StrategyError, match=rf"has {said}\.|not divisible by"):
+        parallel(local, **options).plan(W, X[:rows])
+
+
 @pytest.mark.parametrize("other", MEANS.values(), ids=MEANS.keys())
 def test_of_several_losses_one_with_a_fixed_divisor_is_said_once(other):
     def step(w, x, y):
