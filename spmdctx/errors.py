@@ -172,7 +172,7 @@ class InfeasibleError(SpmdctxError, RuntimeError):
 
 
 class DonationError(SpmdctxError, RuntimeError):
-    """An array passed to a step after it was donated to one that reused its memory; the message names the leaf."""
+    """An array passed to a step after it was donated to one that reused its memory, or deleted; the message names the leaf."""
 
 
 class CheckpointError(SpmdctxError, ValueError):

@@ -134,6 +134,27 @@ def check_steps(directory: Path) -> None:
             )
 
 
+def checked_directory(directory: str | os.PathLike[str]) -> Path:
+    """Returns the path of a folder in which checkpoints can be kept, as far as this can be told without orbax.
+
+    Raises:
+        TypeError: it is no path.
+        CheckpointError: it is a file, no path of this system, or holds a step that is damaged.
+    """
+    if not isinstance(directory, str | os.PathLike):
+        raise TypeError(message("The folder of checkpoints must be a path.", got=shown(directory)))
+    with reporting("There can be no such folder of checkpoints.", ascii(directory)):
+        found = Path(directory).resolve()
+        os.fsencode(found)
+        is_other = found.exists() and not found.is_dir()
+    if is_other:
+        raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
+    if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
+        raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
+    check_steps(found)
+    return found
+
+
 @contextmanager
 def reporting(summary: str, where: object) -> Iterator[None]:
     """Turns errors of orbax and of the file system into that of a checkpoint.

@@ -14,7 +14,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from spmdctx.checkpoint.files import (
-    check_steps,
+    checked_directory,
     damage,
     not_ordinary,
     packed,
@@ -28,7 +28,7 @@ from spmdctx.checkpoint.parts.leaves import shared_leaves
 from spmdctx.checkpoint.restored import Pending, Restored
 from spmdctx.checkpoint.tree import StateTree, Stored, from_stored, shardings_by_path, stored_form, target_sharding, to_stored
 from spmdctx.communication.sigterm import GracefulEnd
-from spmdctx.errors import CheckpointError, listed, message, shown
+from spmdctx.errors import CheckpointError, listed, message
 from spmdctx.plan.file import SavedPlan, parse_any_plan
 from spmdctx.plan.plan import Plan
 
@@ -78,14 +78,13 @@ class CheckpointManager:
 
         from spmdctx.checkpoint.handler import StateHandler
 
-        self.directory = _checked_directory(directory)
+        self.directory = checked_directory(directory)
         self._every, self._has_saved = every, False
         self._pending: Pending | None = None
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        check_steps(self.directory)
         with reporting("The folder of checkpoints cannot be used.", self.directory):
             self._manager = ocp.CheckpointManager(
                 self.directory, options=options, item_names=("state",), item_handlers={"state": StateHandler()}
@@ -275,20 +274,6 @@ class CheckpointManager:
         return tree.filled([from_stored(leaf, found[path], forms[path], given.get(path)) for path, leaf in pairs])
 
 
-def _checked_directory(directory: str | os.PathLike[str]) -> Path:
-    if not isinstance(directory, str | os.PathLike):
-        raise TypeError(message("The folder of checkpoints must be a path.", got=shown(directory)))
-    with reporting("There can be no such folder of checkpoints.", ascii(directory)):
-        found = Path(directory).resolve()
-        os.fsencode(found)
-        is_other = found.exists() and not found.is_dir()
-    if is_other:
-        raise CheckpointError("Checkpoints are kept in a folder, and this is a file.", where=str(found), need="a folder")
-    if "\\" in str(found):  # its storage takes it for a slash, and writes to another folder
-        raise CheckpointError("A folder of checkpoints cannot have a backslash in its path.", where=str(found), fix="rename the folder")
-    return found
-
-
 def _checked_step(step: object) -> int:
     if isinstance(step, bool) or not isinstance(step, int | np.integer):
         raise TypeError(message("The step counts those that are done: an int.", got=repr(step)))
@@ -298,13 +283,13 @@ def _checked_step(step: object) -> int:
 
 
 def _check_alive(tree: StateTree) -> None:
-    """Refuses a state with arrays whose memory a step has reused."""
+    """Refuses a state with arrays whose memory was reused or freed."""
     gone = [path for path, leaf in zip(tree.paths, tree.leaves, strict=True) if isinstance(leaf, jax.Array) and leaf.is_deleted()]
     if gone:
         raise CheckpointError(
-            "The state holds arrays that are deleted: a step that they were donated to has reused their memory.",
+            "The state holds arrays that are deleted: a step that they were donated to has reused their memory, or delete() was called.",
             got=listed(gone),
-            fix="save the state that the step returned",
+            fix="save the state that the step returned, and call delete() later",
         )
 
 

@@ -121,10 +121,7 @@ def load_distributed_checkpoint(  # noqa: PLR0913  # MindSpore's arguments
     _refuse_encryption("dec_key", dec_key)
     if format != "safetensors":
         raise UnsupportedError("Checkpoints are read from safetensors files.", got=f"format {format!r}", fix="save them as safetensors")
-    files, beside = _files(checkpoint_filenames)
-    strategy = train_strategy_filename or current_context().strategy_ckpt_load_file or beside
-    source = slicing(strategy or None)
-    check_complete(files, source.num_ranks, str(next(iter(files.values()))))
+    files, source = complete_files(checkpoint_filenames, train_strategy_filename)
     tree = StateTree(network)
     target = None if predict_strategy is None else slicing(predict_strategy)
     with Sources(files, source, verify) as sources:
@@ -136,6 +133,21 @@ def load_distributed_checkpoint(  # noqa: PLR0913  # MindSpore's arguments
             sharding = getattr(leaf, "sharding", None) if target is None else _target(target, mindspore_name(path), form.shape, strict_load)
             leaves.append(from_stored(leaf, _array(sources, name, form, sharding), form, sharding))
         return Loaded(tree.filled(leaves), sources.reads)
+
+
+def complete_files(
+    names: Sequence[str | os.PathLike[str]] | str | os.PathLike[str], train_strategy: Strategy | None
+) -> tuple[dict[int, str | os.PathLike[str]], Slicing]:
+    """Returns the file of each rank, and how they are split; arguments as for `load_distributed_checkpoint`.
+
+    Raises:
+        CheckpointError: a file is missing, or the strategy cannot be read.
+        TypeError: an argument has a wrong type.
+    """
+    files, beside = _files(names)
+    source = slicing(train_strategy or current_context().strategy_ckpt_load_file or beside or None)
+    check_complete(files, source.num_ranks, str(next(iter(files.values()))))
+    return files, source
 
 
 def _refuse_encryption(name: str, key: object) -> None:

@@ -13,7 +13,7 @@ from spmdctx.cli.devices import start_devices
 from spmdctx.cli.output import Output
 from spmdctx.machine.topology import topology_text
 from spmdctx.wording import seconds_text
-from spmdctx.wording.files import write_file
+from spmdctx.wording.files import check_writable, write_file
 
 if TYPE_CHECKING:
     from spmdctx.cli.measure import Calibration
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 def calibrate_devices(arguments: argparse.Namespace, output: Output) -> int:
     """Measures the devices and prints what a plan would be priced with."""
+    if arguments.out:
+        check_writable(arguments.out)  # before the measuring, which takes longer
     start_devices(arguments.device_num)
     from spmdctx.cli.measure import calibrate
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from spmdctx.checkpoint import CheckpointManager, load_distributed_checkpoint
+from spmdctx.checkpoint.per_rank import complete_files
 from spmdctx.cli.output import Output
 from spmdctx.cli.program import Choice, started
 from spmdctx.errors import CheckpointError, ContextError
@@ -31,7 +32,7 @@ def generate(arguments: argparse.Namespace, output: Output) -> int:
     prompts = [_encoded(tokenizer, text, config) for text in arguments.prompt or ["The "]]
     stop = None if arguments.stop is None else _stop(tokenizer, arguments.stop)
     _check_options(arguments)
-    _checkpoint_folder(arguments.checkpoint)  # before the planning, which takes longer
+    _check_checkpoint(arguments)  # before the planning, which takes longer
     length = max(map(len, prompts)) + arguments.tokens
     allowed = None if arguments.spell or not isinstance(tokenizer, WordTokenizer) else tokenizer.are_whole(config.vocab_size)
     if allowed is not None and stop is not None:
@@ -119,17 +120,25 @@ def _checkpoint_folder(folder: Path) -> Path:
     return state
 
 
+def _check_checkpoint(arguments: argparse.Namespace) -> None:
+    """Refuses a folder without a complete checkpoint."""
+    if (arguments.checkpoint / "rank_0").is_dir():
+        complete_files(arguments.checkpoint, arguments.train_strategy)
+        return
+    state = _checkpoint_folder(arguments.checkpoint)
+    with CheckpointManager(state, keep=None) as checkpoints:
+        if checkpoints.latest_step() is None:
+            raise CheckpointError(
+                "The folder holds no complete checkpoint.", where=str(state), need="what train, or a CheckpointManager, wrote"
+            )
+
+
 def _loaded(generator: Generator, arguments: argparse.Namespace) -> tuple[Decoder, str]:
     """Returns the decoder with its parameters, and a text that says what was read."""
     network, folder = generator.network(), arguments.checkpoint
     if (folder / "rank_0").is_dir():
         reads = load_distributed_checkpoint({"model": network}, folder, generator.layouts, arguments.train_strategy).reads
         return network, f"{reads.read_bytes} bytes read for {reads.needed_bytes} of parameters, {reads.num_files} files"
-    state = _checkpoint_folder(folder)
-    with CheckpointManager(state, keep=None) as checkpoints:
+    with CheckpointManager(_checkpoint_folder(folder), keep=None) as checkpoints:
         restored = checkpoints.restore({"model": network}, shardings={"model": generator.shardings})
-    if not restored.step:
-        raise CheckpointError(
-            "The folder holds no complete checkpoint.", where=str(state), need="what train, or a CheckpointManager, wrote"
-        )
     return network, f"checkpoint of step {restored.step}"

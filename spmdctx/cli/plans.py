@@ -9,6 +9,7 @@ from spmdctx.cli.output import Output
 from spmdctx.cli.program import choose, started, target_options
 from spmdctx.errors import ContextError, naming_file
 from spmdctx.plan.plan import Plan
+from spmdctx.wording.files import check_writable
 
 
 def plan(arguments: argparse.Namespace, output: Output) -> int:
@@ -16,6 +17,10 @@ def plan(arguments: argparse.Namespace, output: Output) -> int:
     if bool(arguments.export) != bool(arguments.out):
         raise ContextError("--export and --out go together.", fix="such as --export jax --out step.py")
     choice = choose(arguments)
+    for option, file, what in (("--save", arguments.save, "plan"), ("--html", arguments.html, "page"), ("--out", arguments.out, "export")):
+        if file:
+            with naming_file(option, file, f"the {what} cannot be written"):
+                check_writable(file)  # before the planning, which takes longer
     step, args = choice.program(concrete=False)
     with choice.context(), output.waiting("planning"):
         made = choice.parallel(step).plan(*args)

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from spmdctx.checkpoint import CheckpointManager
-from spmdctx.cli.generate import STATE, save_model
+from spmdctx.checkpoint.files import checked_directory
+from spmdctx.cli.generate import MODEL, STATE, save_model
 from spmdctx.cli.output import Output
 from spmdctx.cli.program import Choice, started
 from spmdctx.models import Batch, DecoderConfig, WordTokenizer, batches, create, read_text, train_step
@@ -22,12 +23,18 @@ from spmdctx.plan.plan import Plan
 from spmdctx.step.processes import wait_for_all
 from spmdctx.step.report.metrics import Metrics
 from spmdctx.step.step import ParallelStep
+from spmdctx.wording.files import check_writable
+from spmdctx.wording.targets import metrics_target
+
+PLAN, PAGE = "plan.json", "plan.html"
+"""Files that `train` writes last."""
 
 
 def train(arguments: argparse.Namespace, output: Output) -> int:
     """Plans, trains, audits, verifies and saves; returns 1 if the audit or the numbers fail."""
     choice = started(arguments, output)
     config, tokenizer, data = _data(choice)
+    _check_places(arguments)  # before the planning, which takes longer
     with choice.context():
         step = choice.parallel(train_step)
         with output.waiting("making the model, split over the devices"):
@@ -52,6 +59,16 @@ def train(arguments: argparse.Namespace, output: Output) -> int:
             if checkpoints.latest_step() != max(done, arguments.steps):
                 checkpoints.save(arguments.steps, state, plan=plan, force=True)
         return _check_and_save(step, (model, optimizer, batch), plan, losses, seconds, arguments.out, output)
+
+
+def _check_places(arguments: argparse.Namespace) -> None:
+    """Refuses, on the first process, files and folders that cannot be written."""
+    if jax.process_index():
+        return
+    state = checked_directory(arguments.out / STATE)
+    metrics = [Path(target.where) for target in map(metrics_target, arguments.metrics) if target is not None and target.kind == "lines"]
+    for file in (arguments.out / PLAN, arguments.out / PAGE, state / MODEL, *(file for file in metrics if not file.exists())):
+        check_writable(file)
 
 
 def _checkpoints(arguments: argparse.Namespace) -> CheckpointManager:
@@ -128,7 +145,7 @@ def _check_and_save(
 
 
 def _save(plan: Plan, out: Path) -> dict[str, str]:
-    files = {"plan": out / "plan.json", "page": out / "plan.html", "state": out / STATE}
+    files = {"plan": out / PLAN, "page": out / PAGE, "state": out / STATE}
     if jax.process_index() == 0:
         plan.save(files["plan"])
         plan.save_html(files["page"])

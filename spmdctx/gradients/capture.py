@@ -22,7 +22,7 @@ from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import traced_in_parts
 from spmdctx.gradients.reduce import buckets_of
 from spmdctx.gradients.replicas import gradient_order, run_on_replicas
-from spmdctx.gradients.results import Row, state_notes
+from spmdctx.gradients.results import Row, state_notes, turn_notes
 from spmdctx.gradients.roles import refine, with_roles
 from spmdctx.gradients.scope import Carrier, asked_for_carrier, carried_by, plainly
 from spmdctx.ir.primitives import LOSS_VALUE
@@ -237,7 +237,8 @@ class _Second:
             return traced
 
         traced, rows = traced_in_parts(seen, call, trace, operands, options)
-        self.deviations += seen.fixed_notes(traced.jaxpr.jaxpr)
+        self.deviations += [note for note in seen.fixed_notes(traced.jaxpr.jaxpr) if note not in self.deviations]
+        self.deviations += turn_notes(call, traced, rows, options.micro_batches)
         self.notes += [*self.deviations, *([call.note] if call.note else []), *state_notes(call, rows)]
         if options.is_local:
             order = gradient_order(call, traced, rows)

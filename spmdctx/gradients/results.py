@@ -15,6 +15,7 @@ from spmdctx.gradients.operands import Operand, SeenCall
 from spmdctx.gradients.options import GradientOptions
 from spmdctx.ir.mesh import replicated
 from spmdctx.ir.sharding import AxisNames, TensorSharding
+from spmdctx.trace.build.jaxprs.passed import passed_inputs
 
 
 class Fate(Enum):
@@ -166,11 +167,32 @@ def _row(result: _Result, call: LossCall, operands: Sequence[Operand], options: 
 
 def state_notes(call: LossCall, rows: Sequence[Row]) -> list[str]:
     """Returns a note on state that nothing marks as batch statistics, and that is averaged as these are."""
-    own = [row for row in rows if row.fate is Fate.AVERAGED and row.carry is not None and row.path.startswith("aux/")]
-    paths = [f"'{call.paths[row.carry]}'" for row in own if row.carry is not None and _after(row.path, "batch_stats") is None]
+    paths = [f"'{call.paths[row.carry]}'" for row in rows if row.carry is not None and _is_unmarked(row)]
     if not paths:
         return []
     return [f"The loss gives the next value of {listed(paths)}: its mean over the pieces of the batch is kept, as of batch statistics."]
+
+
+def _is_unmarked(row: Row) -> bool:
+    return row.fate is Fate.AVERAGED and row.path.startswith("aux/") and _after(row.path, "batch_stats") is None
+
+
+def turn_notes(call: LossCall, traced: Traced, rows: Sequence[Row], micro_batches: int) -> list[str]:
+    """Returns a note on state that every micro-batch changes, where one device changes it once a step.
+
+    Counters of random keys are left out: micro-batches draw numbers of their own anyway. Of other state `state_notes` tells.
+    """
+    same = passed_inputs(traced.jaxpr)
+    turns = [row.carry for row, source in zip(rows, same, strict=True) if row.carry not in (None, source) and not _is_unmarked(row)]
+    paths = [
+        f"'{call.paths[leaf]}'" for leaf in turns if leaf is not None and (call.values[leaf].shape or call.values[leaf].dtype != jnp.uint32)
+    ]
+    if micro_batches == 1 or not paths:
+        return []
+    return [
+        f"Each of the {micro_batches} micro-batches gives the next value of {listed(paths)}, one after the other. On one device this "
+        "state changes once a step, so its numbers are not those of one device."
+    ]
 
 
 def _axes(options: GradientOptions) -> tuple[str, ...]:

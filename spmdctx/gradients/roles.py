@@ -16,6 +16,7 @@ from spmdctx.ir.primitives import LOSS_VALUE
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
+from spmdctx.wording import counted
 
 _MOST_LISTED = 4
 
@@ -92,8 +93,10 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     paths = {value: leaf.path for value, leaf in zip(graph.inputs, captured.inputs, strict=True)}
     notes = _impure_notes([paths[leaf] for leaf in sorted(verdict.impure)])
     notes += _added_notes(_ADDED, [paths[leaf] for leaf in sorted(verdict.added - verdict.impure)], calls, options)
-    if len(calls) == 1:
-        calls[0].if_fixed += _added_notes(_DIVIDED, [paths[leaf] for leaf in sorted(verdict.divided - verdict.added)], calls, options)
+    for one in own:
+        if one.leaf == LOSS_VALUE:
+            fixed = sorted(verdict.divided[one.value] - verdict.added)
+            calls[one.call].if_fixed += _added_notes(_DIVIDED, [paths[leaf] for leaf in fixed], [calls[one.call]], options)
     notes += [_REPEATED.format(where=where) for where in dict.fromkeys(graph.origins[op].source for op in sorted(verdict.repeated))]
     if others and not captured.guessed:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
@@ -101,6 +104,7 @@ def judged_by_losses(captured: Captured, program: Program, calls: Sequence[Call]
     elif others and not verdict.batch:
         first = min(others, key=lambda leaf: (leaf not in verdict.wrong, leaf))
         place_of = dict(zip(graph.inputs, captured.arguments, strict=True))
+        _check_rows(paths[first], graph.values[first].shape[0], calls, options, where=calls[own[0].call].where)
         if first in verdict.wrong or len({place_of[leaf] for leaf in cut}) > 1:
             raise _not_shown(paths[first], others[first], [paths[leaf] for leaf in cut], calls[own[0].call].where)
         notes, others = [_UNSURE.format(path=paths[first], why=others[first])], {}
@@ -167,6 +171,18 @@ def _added_notes(what: str, paths: Sequence[str], calls: Sequence[Call], options
         f"{what.format(rows=rows)} Its value is averaged over {count} parts of the batch: it is "
         f"1/{count} of that of one device, and its gradients are {gradients}. A mean over the rows gives the numbers of one device."
     ]
+
+
+def _check_rows(path: str, rows: int, calls: Sequence[Call], options: GradientOptions, *, where: str) -> None:
+    """Refuses too few rows by their number: what a loss does with a single row shows no batch."""
+    parts = options.micro_batches * options.num_replicas * max(call.num_parts for call in calls)
+    if rows < min(parts, 2):
+        raise StrategyError(
+            f"The loss splits the batch into {parts} parts, but '{path}' has {counted(rows, 'row')}.",
+            where=where,
+            need=f"a multiple of {parts} rows",
+            fix="change the batch size, or name the arguments that hold the batch with batch_argnames=",
+        )
 
 
 def _not_shown(path: str, why: str, paths: Sequence[str], where: str) -> StrategyError:

@@ -23,6 +23,7 @@ from spmdctx.lowering.compile_options import warn_without_option
 from spmdctx.step.direct.direct import OtherArgumentsError
 from spmdctx.step.direct.donation import Buffers, check_alive, check_concrete, is_of_buffers
 from spmdctx.step.direct.tracebacks import ShortTracebacks
+from spmdctx.step.jitted.copies import CopyMethods
 from spmdctx.step.jitted.methods import JitMethods
 from spmdctx.step.options import ParallelOptions, step_options
 from spmdctx.step.report.calls import log_compiling, noted
@@ -73,7 +74,7 @@ class _Direct(NamedTuple):
     buffers: Buffers | None
 
 
-class ParallelStep(JitMethods, MeasuredMethods, Generic[P, R]):
+class ParallelStep(JitMethods, CopyMethods, MeasuredMethods, Generic[P, R]):
     """A step that runs split over devices; made by `spmdctx.parallel`.
 
     Calling it runs it. It is planned and compiled once per shapes, static arguments and context; `plan`, `lower`, `audit`

@@ -95,6 +95,20 @@ def write_file(path: str | os.PathLike[str], content: str | bytes, check: Callab
         file.write(content.encode() if isinstance(content, str) else content)
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Refuses a path at which `write_file` could write nothing, before what takes long; leaves everything as it was.
+
+    Raises:
+        FileError: no file can be written there.
+    """
+    with suppress(_TriedError), replacing(path):
+        raise _TriedError
+
+
+class _TriedError(Exception):
+    """Ends the trial of a file."""
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str], check: Callable[[Path], object] | None = None) -> Iterator[BinaryIO]:
     """Gives a new file, which replaces the one at `path` once all is written; its folder is made.

@@ -86,9 +86,20 @@ def test_what_is_missing_or_wrong_is_said(tmp_path, monkeypatch, capsys, argumen
     assert text in capsys.readouterr().err
 
 
-def test_a_missing_folder_is_said_before_anything_is_planned(tmp_path, capsys):
-    assert main(["generate", str(tmp_path / "gone"), "--layers", "1", "--device-num", "1"]) == 2
-    assert "Plan" not in capsys.readouterr().out
+@pytest.mark.parametrize("folder", ["gone", "empty", "ranks", "half"])
+def test_a_bad_checkpoint_is_said_before_anything_is_planned(tmp_path, capsys, monkeypatch, folder):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "ranks" / "rank_0").mkdir(parents=True)
+    (tmp_path / "half" / "state" / "7.orbax-checkpoint-tmp-0").mkdir(parents=True)
+    monkeypatch.setattr("spmdctx.cli.generate.Generator", None)
+    assert main(["generate", str(tmp_path / folder), "--layers", "1", "--device-num", "1"]) == 2
+    assert str(tmp_path / folder) in capsys.readouterr().err
+
+
+def test_a_strategy_that_is_missing_is_said_before_anything_is_planned(ranks, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("spmdctx.cli.generate.Generator", None)
+    assert main(["generate", str(ranks), "--train-strategy", str(tmp_path / "gone.json"), "--device-num", "1"]) == 2
+    assert "gone.json" in capsys.readouterr().err
 
 
 def test_damaged_sizes_are_named(tmp_path, capsys):

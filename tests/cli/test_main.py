@@ -229,6 +229,44 @@ def test_unreadable_arguments_stop_with_2(text: str) -> None:
     assert stopped.value.code == 2
 
 
+@pytest.mark.parametrize("text", ["train --setps 3", "plan --layers 1 more", "k8s status --nmae x"])
+def test_what_a_command_does_not_know_is_said_with_its_own_usage(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = text.split()
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    command = " ".join(words[: 2 if words[0] == "k8s" else 1])
+    said = capsys.readouterr().err
+    assert said.startswith(f"usage: spmdctx {command} [-h]")
+    assert f"spmdctx {command}: error: " in said
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("train --out file", "file"),
+        ("train --out full", "full"),
+        ("train --out new --metrics file/x.jsonl", "file"),
+        ("plan --save file/x.json", "file"),
+        ("plan --html full", "full"),
+        ("plan --export jax --out file/x.py", "file"),
+        ("calibrate --out file/x.json", "file"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_is_planned(
+    text: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "state").write_text("a file where a folder must be")
+    monkeypatch.chdir(tmp_path)
+    for late in ("train.create", "measure.calibrate", "program.Choice.program"):
+        monkeypatch.setattr(f"spmdctx.cli.{late}", _raises(AssertionError("this came first")))
+    assert main(text.split()) == 2
+    assert name in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "full"}
+
+
 def _raises(error: BaseException) -> Callable[..., Any]:
     def fail(*_: Any) -> None:
         raise error

@@ -194,3 +194,64 @@ def test_plain_gradients_are_not_accumulated_and_a_warning_says_so():
 
 def test_a_step_without_gradients_says_nothing():
     same(run(lambda w, x: x @ w, W, X).shape, (64, 4))
+
+
+class Calls(nnx.Variable):
+    """A kind of the user's own."""
+
+
+class Counted(nnx.Module):
+    def __init__(self, rngs, rate=0.0):
+        self.linear, self.calls, self.still = nnx.Linear(16, 16, rngs=rngs), Calls(jnp.zeros((), jnp.int32)), Calls(jnp.ones(3))
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else lambda x: x
+
+    def __call__(self, x):
+        self.calls[...] = self.calls[...] + 1
+        self.still[...] = self.still[...]
+        return self.dropout(x + jnp.tanh(self.linear(x)))
+
+
+def counted_step(counts, **options):
+    layers = [Counted if count else (lambda rngs: nnx.Linear(16, 16, rngs=rngs)) for count in counts]
+    model = nnx.Sequential(*(layer(nnx.Rngs(number)) for number, layer in enumerate(layers)))
+
+    def step(model, x):
+        loss, grads = spmdctx.value_and_grad(lambda model, x: jnp.mean(model(x) ** 2))(model, x)
+        nnx.update(model, jax.tree.map(lambda weight, grad: weight - 0.1 * grad, nnx.state(model, nnx.Param), grads))
+        return loss
+
+    return spmdctx.parallel(step, **{"parallel_mode": "semi_auto_parallel", **options}), model
+
+
+TURNS = "micro-batches gives the next value of "
+
+
+@pytest.mark.parametrize("options", [{}, {"pipeline_stages": 2}])
+def test_state_that_each_micro_batch_changes_is_said_and_explains_what_verify_finds(options):
+    step, model = counted_step([True, True], grad_accumulation_step=4, **options)
+    x = jnp.ones((32, 16))
+    (note,) = [note for note in step.plan(model, x).notes if TURNS in note]
+    assert "Each of the 4" in note
+    assert "'model/layers/0/calls', 'model/layers/1/calls', one after" in note
+    report = step.verify(model, x)
+    assert not report.ok
+    assert note in report.explanations
+    step(model, x)
+    assert model.layers[0].calls[...] == 4
+
+
+@pytest.mark.parametrize(
+    ("counts", "options"), [([True], {}), ([False], {"grad_accumulation_step": 4}), ([True], {"parallel_mode": "data_parallel"})]
+)
+def test_state_that_changes_once_a_step_is_not_said(counts, options):
+    step, model = counted_step(counts, **options)
+    assert not any(TURNS in note for note in step.plan(model, jnp.ones((32, 16))).notes)
+
+
+def test_the_counts_of_random_keys_are_not_said():
+    def step(layer, x):
+        return spmdctx.value_and_grad(lambda layer, x: jnp.mean(layer(x) ** 2))(layer, x)
+
+    parallel = spmdctx.parallel(step, parallel_mode="semi_auto_parallel", grad_accumulation_step=2)
+    (note,) = [note for note in parallel.plan(Counted(nnx.Rngs(0), 0.5), jnp.ones((32, 16))).notes if TURNS in note]
+    assert "of 'layer/calls', one after" in note

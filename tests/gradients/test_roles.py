@@ -413,6 +413,36 @@ def test_a_divisor_that_does_not_follow_the_rows_is_said(loss, options, count):
         assert "pipeline_stages" in options or note in report.explanations
 
 
+@pytest.mark.parametrize(("rows", "said"), [(0, "0 rows"), (1, "1 row")])
+@pytest.mark.parametrize("options", [{}, {"parallel_mode": "semi_auto_parallel", "gradients_mean": False, "grad_accumulation_step": 4}])
+def test_too_few_rows_are_refused_by_their_number(rows, said, options):
+    local, _ = steps_of(lambda w, x: jnp.mean((x @ w) ** 2))
+    with pytest.raises(StrategyError, match=rf"has {said}\.|not divisible by"):
+        parallel(local, **options).plan(W, X[:rows])
+
+
+@pytest.mark.parametrize("other", MEANS.values(), ids=MEANS.keys())
+def test_of_several_losses_one_with_a_fixed_divisor_is_said_once(other):
+    def step(w, x, y):
+        fixed, first = spmdctx.value_and_grad(FIXED["a number"])(w, x, y)
+        again, second = spmdctx.value_and_grad(FIXED["rows divided"])(w, x, y)
+        mean, third = spmdctx.value_and_grad(other)(w, x, y)
+        return w - first - second - third, (fixed, again, mean)
+
+    step = parallel(step)
+    (note,) = [note for note in step.plan(W, X, Y).notes if "adds up the rows" in note]
+    assert "divides by a number that is the same for fewer rows" in note
+    assert step.verify(W, X, Y).explanations.count(note) == 1
+
+
+def test_of_several_means_nothing_is_said():
+    def step(w, x, y):
+        losses = [spmdctx.value_and_grad(loss)(w, x, y) for loss in MEANS.values()]
+        return w - sum(gradient for _, gradient in losses), [value for value, _ in losses]
+
+    assert not any("adds up the rows" in note for note in parallel(step).plan(W, X, Y).notes)
+
+
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS.keys())
 def test_of_a_mean_over_the_rows_nothing_is_said(loss):
     local, plain = steps_of(loss)

@@ -423,6 +423,17 @@ def test_a_mesh_that_is_set_does_not_disturb_the_step(kind):
             assert_same(loss, expected)
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["after arrays of one device", "at first"])
+def test_arrays_over_explicit_axes_that_do_not_fit_together_are_moved_in_every_call(first):
+    step, params, batch = parallel(mean_error), params_of(), batch_of()
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    placed = jax.device_put((params, batch), jax.NamedSharding(mesh, PartitionSpec("b")))
+    placed[1]["x"] = jax.device_put(batch["x"], jax.NamedSharding(mesh, PartitionSpec("b", "a")))
+    expected = mean_error(params, batch)
+    for arguments in ([(params, batch)] if first else []) + [placed, (params, batch), placed]:
+        assert_same(step(*arguments), expected)
+
+
 @pytest.mark.parametrize("make", [lambda key: (params_of(), SGD.init(params_of())), lambda key: [params_of()]], ids=["tuple", "one"])
 def test_a_state_is_made_where_the_step_takes_it(make):
     one = parallel(lambda state, batch: (state, mean_error(state[0], batch)))

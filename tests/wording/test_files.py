@@ -12,7 +12,7 @@ import pytest
 
 from spmdctx.errors import FileError, is_laid_out
 from spmdctx.wording import files
-from spmdctx.wording.files import is_inside, read_file, replacing, write_file
+from spmdctx.wording.files import check_writable, is_inside, read_file, replacing, write_file
 
 
 def make_special(path, kind):
@@ -167,3 +167,23 @@ def test_a_path_is_inside_when_its_links_are(tmp_path, path, inside):
     (tmp_path / "f2").mkdir()
     assert is_inside(folder / path, folder) == inside
     assert not is_inside(tmp_path / "f2" / "x", folder)
+
+
+def test_a_place_that_can_be_written_is_tried_without_a_trace(tmp_path):
+    (tmp_path / "there").write_text("old")
+    check_writable(tmp_path / "there")
+    check_writable(tmp_path / "new" / "folder" / "file")
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+    assert (tmp_path / "there").read_text() == "old"
+
+
+@pytest.mark.parametrize("place", ["there/file", "folder", "there/folder/file"])
+def test_a_place_that_cannot_be_written_is_refused_as_it_is_when_written(tmp_path, place):
+    (tmp_path / "there").write_text("old")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(FileError) as tried:
+        check_writable(tmp_path / place)
+    with pytest.raises(FileError) as written:
+        write_file(tmp_path / place, "new")
+    assert str(tried.value) == str(written.value)
+    assert {path.name for path in tmp_path.iterdir()} == {"there", "folder"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from spmdctx import __version__
 from spmdctx.cli.parser.k8s import add_k8s_commands
-from spmdctx.cli.parser.one import EPILOG, add_command
+from spmdctx.cli.parser.one import EPILOG, CommandParser, add_command
 from spmdctx.cli.parser.others import (
     add_calibrate_arguments,
     add_completion_arguments,
@@ -29,7 +29,7 @@ def command_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
     parser = argparse.ArgumentParser(prog="spmdctx", description="Automatic parallelism for JAX training steps.", epilog=EPILOG)
     parser.add_argument("--version", action="version", version=f"spmdctx {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
     add_train_arguments(
         add_command(commands, "train", "train:train", "train a small language model: plan, progress, audit, numerics check")
     )

@@ -32,7 +32,7 @@ class Verdict(NamedTuple):
     leaves of `batch` over which the loss is a sum only within a whole batch: it reads a mean over it, for example. `repeated` holds the
     ops that draw a random number for each row of the batch by a key that is part of the program: devices draw the same ones. `added`
     holds the leaves of `batch` whose rows a loss adds up, and does not divide by their number, so that it is no mean over them. `divided`
-    holds those whose sum is divided by a number of the program that is not smaller.
+    holds, for each loss, those whose sum it divides by a number of the program that is not smaller.
     """
 
     batch: frozenset[int]
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
     impure: frozenset[int]
     repeated: frozenset[int] = frozenset()
     added: frozenset[int] = frozenset()
-    divided: frozenset[int] = frozenset()
+    divided: Mapping[int, frozenset[int]] = {}
 
 
 class _Family(NamedTuple):
@@ -61,14 +61,14 @@ class _Family(NamedTuple):
 class _Judged(NamedTuple):
     """A family with the worst and the best way in which a loss depends on it, None where none does, and whether one adds up its rows.
 
-    `is_divided` tells whether a known number divides the sum that is as large as the number of rows.
+    `divided` holds the losses whose sum a known number divides that is as large as the number of rows.
     """
 
     family: _Family
     worst: Flow | None
     best: Flow | None
     is_added: bool = False
-    is_divided: bool = False
+    divided: frozenset[int] = frozenset()
 
 
 def judge(
@@ -108,7 +108,7 @@ def judge(
         if one.family.is_certain or (one.best is not None and one.best.kind in (FlowKind.WRONG, FlowKind.STATISTIC)):
             wrong.update(rest)
     added = frozenset(leaf for one in chosen if one.is_added for leaf in one.family.leaves)
-    divided = frozenset(leaf for one in chosen if one.is_divided for leaf in one.family.leaves)
+    divided = {loss: frozenset(leaf for one in chosen if loss in one.divided for leaf in one.family.leaves) for loss in losses}
     return Verdict(batch, others, frozenset(wrong), impure, _repeated(graph, ops, batch), added, divided)
 
 
@@ -172,16 +172,16 @@ def _judged(graph: Graph, ops: Sequence[Op], family: _Family, losses: Collection
     if family.foreign:
         return _Judged(family, None, None)
     flows = follow(graph, ops, family.sources, divisors)
-    reached = [flows[value] for value in sorted(losses) if value in flows]
+    reached = {value: flows[value] for value in sorted(losses) if value in flows}
 
     def badness(flow: Flow) -> tuple[int, bool]:
         return (0 if flow.is_sum else flow.rank), flow.is_impure
 
     rows = min((graph.values[leaf].shape[0] for leaf in family.leaves), default=0)
-    plain = [flow for flow in reached if flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled)]
-    are_means = [flow.divisor >= _ROUNDED * rows for flow in plain]
-    worst, best = max(reached, key=badness, default=None), min(reached, key=badness, default=None)
-    return _Judged(family, worst, best, is_added=not all(are_means), is_divided=any(are_means))
+    plain = {value: flow for value, flow in reached.items() if flow.kind is FlowKind.SUM and not (flow.is_impure or flow.is_scaled)}
+    divided = frozenset(value for value, flow in plain.items() if flow.divisor >= _ROUNDED * rows)
+    worst, best = max(reached.values(), key=badness, default=None), min(reached.values(), key=badness, default=None)
+    return _Judged(family, worst, best, is_added=len(divided) < len(plain), divided=divided)
 
 
 def _like(graph: Graph, leaves: Set[int], batch: Set[int]) -> frozenset[int]:

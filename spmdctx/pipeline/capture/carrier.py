@@ -14,7 +14,7 @@ from spmdctx.gradients.loss import Loss, LossCall, Traced
 from spmdctx.gradients.operands import SeenCall, operands_of
 from spmdctx.gradients.options import GradientOptions, gradient_options
 from spmdctx.gradients.parts import pieces_of, side_by_side, traced_for, traced_in_parts
-from spmdctx.gradients.results import Fate, Row
+from spmdctx.gradients.results import Fate, Row, state_notes, turn_notes
 from spmdctx.gradients.scope import plainly
 from spmdctx.pipeline.capture.loss import PipelinedLoss, pipelined_loss, without_passed
 from spmdctx.pipeline.capture.marker import stand_in
@@ -68,7 +68,9 @@ def capture_pipelined(target: Target, call: Call, static: Static, settings: Sett
     (loss,) = carrier.losses
     notes = tuple(dict.fromkeys((*captured.notes, *again.notes, *carrier.notes, *_outvoted(plain, options))))
     seconds, draws_apart = captured.trace_s + again.trace_s, any(operand.is_key for operand in loss.operands)
-    return PipelinedStep(replace(again, notes=notes, trace_s=seconds, is_rewritten=True, draws_apart=draws_apart), loss)
+    deviations = (*captured.deviations, *carrier.notes)
+    again = replace(again, notes=notes, deviations=deviations, trace_s=seconds, is_rewritten=True, draws_apart=draws_apart)
+    return PipelinedStep(again, loss)
 
 
 def _asked(call: SeenCall, options: GradientOptions) -> str:
@@ -114,7 +116,11 @@ class _Pipelined:
             pieces = pieces_of(call, operands, smaller)
             forward: Traced = plainly(lambda: traced_for(seen, call, call.trace_forward, pieces))
             traced, rows = plainly(lambda: traced_in_parts(seen, call, call.trace, operands, options))
-            self.notes += seen.fixed_notes(traced.jaxpr.jaxpr)
+            self.notes += [
+                *seen.fixed_notes(traced.jaxpr.jaxpr),
+                *turn_notes(call, traced, rows, options.micro_batches),
+                *state_notes(call, rows),
+            ]
             if seen.num_parts > 1:
                 by_path = {"value": Row("value", Fate.AVERAGED, ()), **{row.path: row for row in rows}}
                 avals = pieces_of(call, operands, options)

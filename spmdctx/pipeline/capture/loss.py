@@ -12,7 +12,7 @@ from spmdctx.errors import UnsupportedError
 from spmdctx.gradients.loss import LossCall, Traced
 from spmdctx.gradients.operands import Operand, SeenCall
 from spmdctx.gradients.results import Row
-from spmdctx.pipeline.cut.passed import passed_inputs
+from spmdctx.trace.build.jaxprs.passed import passed_inputs
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from spmdctx._compat import x64_is_on
-from spmdctx.trace.scope.mesh import has_explicit_axes, has_mesh_type
+from spmdctx.trace.scope.mesh import has_explicit_axes, has_explicit_type, has_mesh_type
 
 if TYPE_CHECKING:
     from spmdctx.lowering.compile import CompiledProgram
@@ -54,7 +54,8 @@ def direct_call(
         given = signature([jax.typeof(leaf) for leaf in leaves])  # tracers; with disable_jit, what the user gave
         if any(not has_mesh_type(leaves[index]) for index in carried if index < len(leaves)):
             raise OtherArgumentsError
-        if has_explicit_axes() or tree != structure.in_form.tree or given != expected or x64_is_on() != wide:
+        is_explicit = has_explicit_axes() or any(map(has_explicit_type, leaves))
+        if is_explicit or tree != structure.in_form.tree or given != expected or x64_is_on() != wide:
             raise OtherArgumentsError
         return structure.out_form.tree.unflatten(flat(*leaves))
 

@@ -37,7 +37,7 @@ def is_of_buffers(error: Exception) -> bool:
 
 
 def check_alive(captured: Captured, leaves: Sequence[Any]) -> None:
-    """Refuses arrays among a step's leaves whose memory was reused.
+    """Refuses arrays among a step's leaves whose memory was reused or freed; JAX does not record which.
 
     Raises:
         DonationError: an array is deleted.
@@ -45,9 +45,10 @@ def check_alive(captured: Captured, leaves: Sequence[Any]) -> None:
     gone = [f"{own.path} ({leaf.aval.str_short()})" for own, leaf in zip(captured.inputs, leaves, strict=True) if _is_deleted(leaf)]
     if gone:
         raise DonationError(
-            f"{captured.name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory.",
+            f"{captured.name} gets arrays that are deleted: they were donated to an earlier call, which reused their memory, or their "
+            "delete() was called.",
             got=listed(gone),
-            fix="pass what the earlier call returned, or leave that argument out of its donate_argnums",
+            fix="pass what the earlier call returned, leave that argument out of its donate_argnums, or call delete() later",
         )
 
 

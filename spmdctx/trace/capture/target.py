@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmdctx._compat import JitOptions, is_pmapped, unwrap_jit
-from spmdctx.errors import UnsupportedError, message
+from spmdctx.errors import ContextError, UnsupportedError, message
 from spmdctx.trace.capture.arguments import Names, Parameters, Positions, Selection, parameters_of
 from spmdctx.trace.capture.objects import has_objects
+
+_NOT_STATIC = {"donate": "no array whose memory a step could reuse", "batch": "no array that devices could split"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ def target_of(
     """Looks through jax.jit, nnx.jit, bound methods and partials of nnx objects, and resolves which arguments are which.
 
     Raises:
-        ContextError: a position or name that the function does not have.
+        ContextError: a position or name that the function does not have, or a static argument that is donated or batch.
         UnsupportedError: a function of jax.pmap.
         TypeError: `fn` is no function, or a position or name of a wrong type.
     """
@@ -53,7 +55,7 @@ def target_of(
             fix="give the function below it, without pmean and psum over devices, and arrays of the whole batch (docs/migrate/pmap.md)",
         )
     fn, leading = _unbound(fn)
-    fn, jitted = unwrap_jit(fn) if not _is_filter_jit(fn) else _unwrap_filter_jit(fn)
+    fn, jitted = unwrap_jit(fn) if not (filters := _is_filter_jit(fn)) else _unwrap_filter_jit(fn)
     parameters = parameters_of(fn)
     visible = replace(parameters, names=parameters.names[len(leading) :])
 
@@ -63,15 +65,33 @@ def target_of(
     def also(selection: Selection, numbers: tuple[int, ...], words: tuple[str, ...]) -> Selection:
         return Selection(selection.positions | frozenset(numbers), selection.names | frozenset(words))
 
-    return Target(
+    own = select("donate", donate_argnums, donate_argnames)
+    target = Target(
         fn=fn,
         leading=leading,
         name=getattr(fn, "__name__", type(fn).__name__),
         parameters=parameters,
         static=also(select("static", static_argnums, static_argnames), jitted.static_argnums, jitted.static_argnames),
-        donated=also(select("donate", donate_argnums, donate_argnames), jitted.donate_argnums, jitted.donate_argnames),
+        donated=also(own, jitted.donate_argnums, jitted.donate_argnames),
         batch=None if batch_argnums is None and batch_argnames is None else select("batch", batch_argnums, batch_argnames),
     )
+    _check_static(target, own if filters else target.donated)
+    return target
+
+
+def _check_static(target: Target, donated: Selection) -> None:
+    """Refuses static arguments that are also batch or `donated`; of all that `filter_jit` donates, it means the arrays."""
+    for option, other in (("donate", donated), ("batch", target.batch or Selection())):
+        positions, words = target.static.positions & other.positions, target.static.names & other.names
+        if not positions and not words:
+            continue
+        names = sorted({*words, *map(target.parameters.name, positions)})
+        raise ContextError(
+            f"Arguments of {target.name} are static, and are also named by {option}_argnums or {option}_argnames.",
+            got=", ".join(names),
+            need=f"a static argument is a constant of the program, which is {_NOT_STATIC[option]}",
+            fix="leave each argument out of one of the two",
+        )
 
 
 def _unbound(fn: Callable[..., Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

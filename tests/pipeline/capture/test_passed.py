@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import spmdctx
-from spmdctx.pipeline.cut.passed import passed_inputs
 from spmdctx.pipeline.programs.slots import Holds
+from spmdctx.trace.build.jaxprs.passed import passed_inputs
 
 X, W = jnp.ones((4, 4)), jnp.ones((3, 4, 4))
 

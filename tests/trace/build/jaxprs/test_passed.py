@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from spmdctx.pipeline.cut.passed import passed_inputs
+from spmdctx.trace.build.jaxprs.passed import passed_inputs
 
 
 @jax.jit
