@@ -29,7 +29,7 @@ from spmdctx.search.problem.space import Space
 ROUNDS = 3
 UPDATE_ROUNDS = 8
 SMALL = 200
-FEW = 3
+FEW = 2
 
 
 class Folding(NamedTuple):
