@@ -18,7 +18,7 @@ from spmdctx.ir.sharding import Assignment, OpSharding, TensorSharding
 from spmdctx.machine.xla.memory.spread import safe_bytes
 from spmdctx.plan.alternatives import Alternatives
 from spmdctx.plan.rows import Rows
-from spmdctx.search.problem.fold import ROUNDS, SMALL
+from spmdctx.search.problem.fold import FEW, ROUNDS, SMALL
 
 FORMAT_VERSION = 1
 """The version of plan files; readers refuse other versions."""
@@ -301,7 +301,7 @@ class PlanData:
     @property
     def declared_space(self) -> str:
         """The space of plans that the certificate covers, in words."""
-        alike = f" (ops that look alike for {ROUNDS} ops around are split alike)" if len(self.ops) > SMALL else ""
+        alike = f" (ops of which over {FEW} look alike for {ROUNDS} ops around are split alike)" if len(self.ops) > SMALL else ""
         return f"every legal split of every op and tensor{alike}, on the meshes that were tried"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from spmdctx.ir.mesh import axes_of, replicated
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.certificate import Certificate
-from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed
 from spmdctx.search.dynamic.shortfall import infeasible, over_device
 from spmdctx.search.optimizer.couplings import name_what_is_split
@@ -21,7 +21,7 @@ from spmdctx.search.optimizer.state import split_optimizer
 from spmdctx.search.problem.space import Space
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive.plan import plan_recursive
-from spmdctx.search.recursive.searcher import DEFAULT_MEM_COEFF, RecursiveOptions
+from spmdctx.search.recursive.searcher import DEFAULT_MEM_COEFF, RecursiveOptions, RecursiveSearcher
 from spmdctx.search.reduced_once import reduced_once
 from spmdctx.search.setup.blocks import is_too_wide, with_blocks
 from spmdctx.search.setup.limits import AlgoLimits
@@ -191,13 +191,16 @@ def _constrained(graph: Graph, value: int) -> int:
 
 
 def _recursive(step: Step, request: Request, options: SearchOptions) -> Chosen:
-    own = RecursiveOptions(
+    return Chosen(*plan_recursive(step, request, options.topology, _recursive_options(options)))
+
+
+def _recursive_options(options: SearchOptions) -> RecursiveOptions:
+    return RecursiveOptions(
         mem_coeff=options.mem_coeff,
         binding=options.mem_coeff != DEFAULT_MEM_COEFF,
         memory_bytes=options.memory_bytes,
         limits=options.limits,
     )
-    return Chosen(*plan_recursive(step, request, options.topology, own))
 
 
 def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
@@ -227,16 +230,63 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
             found = in_turns
             found.setup.notes.append(f"{_IN_TURNS}: whole sums do not fit in the memory.")
     if isinstance(found, Shortfall) and is_asked:
+        other = _fitting(step, request, options, own, found, budgets_of(request))
+        if other is not None:
+            return other
         own = replace(own, is_brief=options.is_brief or options.is_a_room)
         raise infeasible(step, request, options.topology, own, found, budgets_of(request))
     if isinstance(found, Shortfall):
         # No plan is safe. One that is likely to fit is better than the fastest, and a note of the planner says what it may take.
         found = budgets_of(request).within(replace(own, is_likely=True))
     if isinstance(found, Shortfall):
+        other = _fitting(step, request, options, own, found, budgets_of(request))
+        if other is not None:
+            return other
         note = over_device(step, request.num_devices, options.topology, found)
         found = found.fastest
         found.setup.notes.append(note)
+    return _chosen(found)
+
+
+def _chosen(found: Found) -> Chosen:
     return Chosen(found.setup, found.assignment, None if found.is_interrupted else Certificate(found.lower_bound_s, found.cost_s))
+
+
+def _fitting(
+    step: Step, request: Request, options: SearchOptions, own: DynamicOptions, short: Shortfall, budgets: Budgets
+) -> Chosen | None:
+    """Returns any plan within the budget where the search for the cheapest one ended without a plan; None if none is found.
+
+    Budgets that errors name were met in the first way. The other ways are plans that are known without the budget.
+    """
+    if short.is_proven or options.is_brief or options.is_rough or options.is_a_room or request.manual or request.optimizer:
+        return None
+    if not own.is_small(step) and not own.is_soft:
+        found = budgets.within(own.for_any_plan(step))
+        if not isinstance(found, Shortfall):
+            return _chosen(found)
+    for setup, assignment in _other_plans(step, request, options, own):
+        bill = bill_of(step, assignment, setup.mesh, options.topology)
+        if own.memory_bytes is not None and bill.safe_bytes <= own.memory_bytes:
+            setup.notes.append(f"The search within memory ended without a plan: this one, of {assignment.mode}, is known to fit.")
+            # What holds without a budget holds within one.
+            return Chosen(setup, assignment, Certificate(short.fastest.lower_bound_s))
+    return None
+
+
+def _other_plans(step: Step, request: Request, options: SearchOptions, own: DynamicOptions) -> Iterator[tuple[Setup, Assignment]]:
+    """Yields plans that may be within a budget: of recursive programming, the fastest on each mesh, and what propagation spreads."""
+    limited = _recursive_options(replace(options, memory_bytes=own.memory_bytes))
+    quick = RecursiveSearcher(step, options.topology, limited).plan(request)
+    if not isinstance(quick, Shortfall):
+        yield quick.setup, quick.assignment
+    if len(step.graph.ops) <= own.middle_program and not mesh_is_fixed(request):
+        searcher = Searcher(step, options.topology, replace(own, memory_bytes=None))
+        for mesh in own.meshes(step, request.num_devices, options.topology):
+            found = searcher.search(prepare(step.graph, replace(request, mesh=mesh)))
+            if isinstance(found, Found):
+                yield found.setup, found.assignment
+    yield _propagated(step, request, options)[:2]
 
 
 _SEARCHES: Mapping[str, Callable[[Step, Request, SearchOptions], Chosen]] = {

@@ -1,10 +1,15 @@
-"""Which search a mode runs."""
+"""Which search a mode runs, and what is taken where it finds no plan."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from spmdctx import plan
 from spmdctx.cost.step import Step
-from spmdctx.errors import ContextError
+from spmdctx.errors import ContextError, InfeasibleError
 from spmdctx.machine.presets import topology
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.searcher import Budgets
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.setup.request import Request
 from tests.search.random_graphs import random_step
@@ -17,3 +22,61 @@ def test_an_unknown_search_mode_is_an_error_that_names_the_known_ones(num_device
     known = "dynamic_programming, recursive_programming, sharding_propagation"
     with pytest.raises(ContextError, match=rf"no search mode 'simulated_annealing'\.\n.*{known}"):
         search(Step(made.graph, made.scopes, made.from_literals), request, SearchOptions("simulated_annealing", topology("h100")))
+
+
+def _floats(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _fitted(weights, x, y):
+    def loss(weights):
+        return jnp.mean((jax.nn.softplus(x @ weights[0]) @ weights[1] - y) ** 2)
+
+    return jax.tree.map(lambda own, change: own - 0.1 * change, weights, jax.grad(loss)(weights))
+
+
+_ARGUMENTS = [_floats(256, 1024), _floats(1024, 256)], _floats(512, 256), _floats(512, 256)
+_OPTIONS = {"parallel_mode": "auto_parallel", "device_num": 8, "topology": "tpu-v5e"}
+
+
+def _finds_nothing(monkeypatch, is_proven=False):
+    """Lets the search within a budget end without a plan, unless any plan will do."""
+    within = Budgets.within
+
+    def short(self, options):
+        return within(self, options) if options.wants_any else Shortfall(0, 1, 1, self._fastest, is_proven=is_proven)
+
+    monkeypatch.setattr(Budgets, "within", short)
+    monkeypatch.setattr("spmdctx.search.select.infeasible", lambda *_: InfeasibleError("Nothing was found."))
+
+
+def test_a_known_plan_is_taken_where_the_search_within_the_budget_finds_none(monkeypatch):
+    known = plan(_fitted, *_ARGUMENTS, search_mode="recursive_programming", **_OPTIONS)
+    fastest = plan(_fitted, *_ARGUMENTS, **_OPTIONS)
+    _finds_nothing(monkeypatch)
+    found = plan(_fitted, *_ARGUMENTS, memory_bytes=known.safe_memory_bytes, **_OPTIONS)
+    assert found.safe_memory_bytes <= known.safe_memory_bytes
+    assert found.lower_bound_s == pytest.approx(fastest.lower_bound_s)
+    assert found.lower_bound_s <= found.cost.total_s <= known.cost.total_s
+    assert any("this one, of recursive_programming, is known to fit" in note for note in found.notes)
+    with pytest.raises(InfeasibleError, match="Nothing was found"):
+        plan(_fitted, *_ARGUMENTS, memory_bytes=1000, **_OPTIONS)
+
+
+def test_nothing_is_taken_where_it_is_proven_that_nothing_fits(monkeypatch):
+    known = plan(_fitted, *_ARGUMENTS, search_mode="recursive_programming", **_OPTIONS)
+    _finds_nothing(monkeypatch, is_proven=True)
+    with pytest.raises(InfeasibleError, match="Nothing was found"):
+        plan(_fitted, *_ARGUMENTS, memory_bytes=known.safe_memory_bytes, **_OPTIONS)
+
+
+def test_a_budget_that_a_search_for_any_plan_meets_is_enough(monkeypatch):
+    """Errors name such budgets."""
+    fastest = plan(_fitted, *_ARGUMENTS, **_OPTIONS)
+    monkeypatch.setattr(DynamicOptions, "is_small", lambda self, step: False)
+    monkeypatch.setattr("spmdctx.search.select._other_plans", lambda *_: ())
+    budget = fastest.safe_memory_bytes - 1
+    _finds_nothing(monkeypatch)
+    found = plan(_fitted, *_ARGUMENTS, memory_bytes=budget, **_OPTIONS)
+    assert found.safe_memory_bytes <= budget
+    assert found.lower_bound_s <= found.cost.total_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from spmdctx.cost.memory.lives import Peak
@@ -70,6 +70,10 @@ class DynamicOptions:
         """Lists the meshes to try."""
         most = self.max_axes or (MAX_AXES if self.is_small(step) else 2)
         return candidate_meshes(num_devices, topology, most)
+
+    def for_any_plan(self, step: Step) -> DynamicOptions:
+        """Returns the options of a search for any plan within the budget."""
+        return replace(self, wants_any=True, schedule=effort.ENOUGH_PLAN if self.is_small(step) else None)
 
     def schedule_of(self, step: Step) -> effort.Schedule:
         """Returns the attempts that the budget is worth."""

@@ -11,7 +11,7 @@ from spmdctx.errors import InfeasibleError
 from spmdctx.ir.analysis.carried import carried_inputs
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.memory.spread import spread_on
-from spmdctx.search.dynamic.effort import ENOUGH_DEVICES, ENOUGH_PLAN
+from spmdctx.search.dynamic.effort import ENOUGH_DEVICES
 from spmdctx.search.dynamic.least_bytes import least_bytes
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, mesh_is_fixed, plan_dynamic
@@ -173,7 +173,7 @@ def _enough_bytes(
     if found.is_proven:
         short = max(short, found.least_bytes - 1)
     attempt, failures = max(found.enough_bytes, short + 1), 0
-    any_plan = replace(options, wants_any=True, schedule=ENOUGH_PLAN if is_exact else None)
+    any_plan = options.for_any_plan(step)
     if found.is_proven and is_exact:
         # Least bytes that nothing meets say little of the plans; a failure not far above them does.
         attempt = min(2 * attempt, (short + enough) // 2)

@@ -7,6 +7,9 @@ in the middle of the program share their classes, while those near its ends keep
 Ops whose results reach no further matrix product (the update of one parameter, say) connect no layers. The fold refines them further,
 so that they follow the gradient from which they come.
 
+Classes of few members are not folded: they are rarely layers. Ops on scores and on the transposed scores look alike, too, but need
+different splits.
+
 A fold only restricts the choices, because all members of a class decide alike. The cost of every choice stays exact.
 """
 
@@ -26,6 +29,7 @@ from spmdctx.search.problem.space import Space
 ROUNDS = 3
 UPDATE_ROUNDS = 8
 SMALL = 200
+FEW = 2
 
 
 class Folding(NamedTuple):
@@ -34,10 +38,12 @@ class Folding(NamedTuple):
     Attributes:
         rounds: how far around ops of one class must be alike.
         small_program: ops up to which nothing is folded: every op decides on its own.
+        few: members up to which a class is not folded either.
     """
 
     rounds: int = ROUNDS
     small_program: int = SMALL
+    few: int = FEW
 
 
 FOLDING = Folding()
@@ -96,8 +102,8 @@ def fold(
             colours = _with_updates(space, colours, around, terminal)
         op_colour, slot_colour = colours
     taking_part = sorted(set(around.slots.tolist()))
-    op_class, op_members = _classes(op_colour, _deciding(space))
-    slot_class, slot_members = _classes(slot_colour, taking_part)
+    op_class, op_members = _classes(_few_apart(op_colour, folding.few), _deciding(space))
+    slot_class, slot_members = _classes(_few_apart(slot_colour, folding.few), taking_part)
     return Fold(op_class, slot_class, op_members, slot_members)
 
 
@@ -126,6 +132,12 @@ def _with_updates(space: Space, colours: _Colours, around: _Around, terminal: Se
 def _apart(chosen: BoolArray, colours: IntArray, others: IntArray) -> IntArray:
     """Returns `colours` where `chosen`, and else `others`, in numbers that none of the chosen has."""
     return np.where(chosen, colours, others + int(colours.max(initial=0)) + 1)
+
+
+def _few_apart(colours: IntArray, few: int) -> IntArray:
+    """Returns the colours, but gives each op or slot one of its own where at most `few` share it."""
+    own = np.arange(len(colours))
+    return np.where(np.bincount(colours)[colours] <= few, own, colours + len(colours)) if len(colours) else own
 
 
 def _deciding(space: Space) -> list[int]:

@@ -1,7 +1,11 @@
 """Folding: repeated layers share their classes, and what a folded plan costs is what it costs op by op."""
 
+import jax
+import jax.numpy as jnp
+import optax
 import pytest
 
+from spmdctx import plan
 from spmdctx.cost.evaluate import evaluate
 from spmdctx.cost.step import Step
 from spmdctx.ir.graph import Role
@@ -70,6 +74,50 @@ def test_fewer_rounds_look_less_far_and_make_fewer_classes():
     assert len(set(near.op_class[30 * PER_LAYER : 31 * PER_LAYER])) == PER_LAYER
 
 
+def test_few_ops_that_look_alike_decide_for_themselves():
+    together, apart = (_fold(_shared_rules(_layers(8)), small_program=0, few=few) for few in (1, 3))
+    assert {len(own) for own in together.op_members} == {1, 3, 4, 5, 6}
+    assert {len(own) for own in apart.op_members} == {1, 4, 5, 6}
+    assert not {2, 3} & {len(own) for own in apart.slot_members}
+
+
+def _two_towers(weights, state, left, right):
+    """A contrastive loss over the rows and the columns of the scores of two towers."""
+
+    def loss(weights):
+        ends = []
+        for own, x in zip(weights, (left, right), strict=True):
+            x = jax.nn.relu(jax.nn.relu(x @ own[0]) @ own[1]) @ own[2]
+            ends.append(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+        scores = ends[0] @ ends[1].T
+        return -sum(jnp.diagonal(jax.nn.log_softmax(own)).mean() for own in (scores, scores.T))
+
+    updates, state = optax.adamw(1e-3).update(jax.grad(loss)(weights), state, weights)
+    return optax.apply_updates(weights, updates), state
+
+
+def test_scores_and_transposed_scores_are_split_along_the_same_axes():
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    weights = [[floats(width, 1536), floats(1536, 1536), floats(1536, 512)] for width in (2048, 768)]
+    arguments = weights, jax.eval_shape(optax.adamw(1e-3).init, weights), floats(4096, 2048), floats(4096, 768)
+    machine = {"device_num": 8, "topology": "tpu-v5e"}
+    found = plan(_two_towers, *arguments, parallel_mode="auto_parallel", **machine)
+    assert len(found.ops) > Folding().small_program
+    config = {"optimizer_level": "level3"}
+    rival = plan(
+        _two_towers,
+        *arguments,
+        parallel_mode="data_parallel",
+        enable_parallel_optimizer=True,
+        parallel_optimizer_config=config,
+        **machine,
+    )
+    assert found.lower_bound_s is not None
+    assert found.lower_bound_s <= found.cost.total_s <= rival.cost.total_s
+
+
 def test_every_member_knows_its_class():
     graph = _shared_rules(_layers(60))
     folded = _fold(graph)
@@ -131,7 +179,7 @@ def _numbers(keys):
 def test_classes_are_those_of_colours_written_out(seed, rounds):
     step = random_step(seed)
     graph = _shared_rules(step)
-    folded = _fold(graph, rounds=rounds, small_program=0)
+    folded = _fold(graph, rounds=rounds, small_program=0, few=1)
     op_colour, slot_colour = _refined_by_name(graph, rounds)
     for classes, colours in ((folded.op_class, op_colour), (folded.slot_class, slot_colour)):
         pairs = {(own, colour) for own, colour in zip(classes, colours, strict=True) if own >= 0}
