@@ -18,6 +18,7 @@ from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed
 from spmdctx.search.dynamic.shortfall import infeasible, over_device
 from spmdctx.search.optimizer.couplings import name_what_is_split
 from spmdctx.search.optimizer.state import split_optimizer
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.problem.space import Space
 from spmdctx.search.propagation import propagate
 from spmdctx.search.recursive.plan import plan_recursive
@@ -57,6 +58,7 @@ class SearchOptions:
     A search that `is_rough` only tells how plans compare. One that `is_brief` works less on proofs, and its errors name no budget and no
     number of devices that are enough. One whose budget `is_a_room`, which is not the user's, takes little time for a large program, and its
     errors name neither. With `shared`, it shares its work with others. Ctrl-C ends one that `is_interruptible` with the best plan so far.
+    Searches of large programs within memory start from the plans of `precedents`, and add theirs.
     """
 
     search_mode: str
@@ -70,6 +72,7 @@ class SearchOptions:
     is_interruptible: bool = False
     is_a_room: bool = False
     shared: Shared | None = None
+    precedents: Precedents | None = None
 
 
 class Chosen(NamedTuple):
@@ -217,7 +220,8 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     )
     is_asked = options.memory_bytes is not None
     own = asked if is_asked else replace(asked, memory_bytes=options.topology.memory_bytes)
-    own = replace(own, is_soft=not is_asked or (options.is_a_room and len(step.graph.ops) >= own.large_program))
+    is_large = len(step.graph.ops) >= own.large_program
+    own = replace(own, is_soft=not is_asked or (options.is_a_room and is_large), precedents=options.precedents if is_large else None)
 
     def budgets_of(wanted: Request) -> Budgets:
         key = (wanted.num_devices, bool(wanted.once))

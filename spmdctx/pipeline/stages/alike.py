@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from spmdctx.errors import InfeasibleError
 from spmdctx.pipeline.stages.plans import Planned, Planner
 from spmdctx.plan.data import OpTable
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 
@@ -17,16 +19,19 @@ class AlikePlanner:
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
         self._known: dict[Any, Planned] = {}
+        self._failed: dict[Any, InfeasibleError] = {}
+        self._precedents = Precedents()
 
-    def roughly(self, captured: Captured, settings: Settings, *, is_rough: bool = True) -> Planned:
+    def roughly(self, captured: Captured, settings: Settings, **_: Any) -> Planned:
         """Plans a program only to tell how plans compare."""
         return self(captured, settings, is_rough=True)
 
-    def __call__(self, captured: Captured, settings: Settings, *, is_rough: bool = False) -> Planned:
-        """Plans a program, or gives the plan of one that is alike, with the names of this one."""
+    def __call__(self, captured: Captured, settings: Settings, *, is_rough: bool = False, precedents: Precedents | None = None) -> Planned:
+        """Plans a program, or gives the plan of one that is alike, with the names of this one; searches start from plans before it."""
+        known_plans = self._precedents if precedents is None else precedents
         if settings.layerwise_parallel:
             # Those go by the names of parameters.
-            return self._planner(captured, settings, is_rough=is_rough)
+            return self._planner(captured, settings, is_rough=is_rough, precedents=known_plans)
         key = (*_key(captured, settings), is_rough, settings.memory_bytes)
         known, room = self._known.get(key), settings.memory_bytes
         if known is None and room is not None:
@@ -35,7 +40,13 @@ class AlikePlanner:
             known = free if free is not None and free.plan.safe_memory_bytes <= room else None
         if known is not None:
             return _renamed(known, captured, settings)
-        found = self._known[key] = self._planner(captured, settings, is_rough=is_rough)
+        if key in self._failed:
+            raise self._failed[key]
+        try:
+            found = self._known[key] = self._planner(captured, settings, is_rough=is_rough, precedents=known_plans)
+        except InfeasibleError as error:
+            self._failed[key] = error
+            raise
         return found
 
 

@@ -20,6 +20,7 @@ from spmdctx.pipeline.programs.slots import Holds, Slot, TaskProgram
 from spmdctx.pipeline.programs.split import split_backward
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
 from spmdctx.pipeline.stages.captured import Between, LossLeaf, Operand, Outcome, captured_program, captured_task, with_entries
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -50,9 +51,11 @@ class Planned(Protocol):
 
 
 class Planner(Protocol):
-    """Plans a captured program; if `is_rough`, only to tell how plans compare."""
+    """Plans a captured program; if `is_rough`, only to tell how plans compare. It may start from the plans of others, the `precedents`."""
 
-    def __call__(self, captured: Captured, settings: Settings, /, *, is_rough: bool = False) -> Planned:
+    def __call__(
+        self, captured: Captured, settings: Settings, /, *, is_rough: bool = False, precedents: Precedents | None = None
+    ) -> Planned:
         """Returns the plan."""
 
 

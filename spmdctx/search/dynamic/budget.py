@@ -53,7 +53,7 @@ class MeshProblem(NamedTuple):
         fastest: the fastest plan on any mesh, with the set-up of this one.
         lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
         start: returns the choice of states from which a search starts; empty if there is none.
-        starts: other such choices.
+        starts, near: other such choices, and the gap, relative to the cost, at which a first plan is near enough beside them.
         insists: whether the search goes on while no plan is in sight.
         has_others: whether other meshes are searched before this one is searched again.
     """
@@ -64,6 +64,7 @@ class MeshProblem(NamedTuple):
     lower_bound_s: float = 0.0
     start: Callable[[], Sequence[int]] = tuple
     starts: tuple[Sequence[int], ...] = ()
+    near: float = 0.0
     insists: bool = False
     has_others: bool = False
 
@@ -126,8 +127,8 @@ class Budget:
         for attempt in attempts:
             if not attempt.when(standing):
                 continue
-            starts = (self.fitting[own],) if own in self.fitting else ()
-            run = _Run(self, mesh._replace(starts=starts), attempt.effort, min(known_s, standing.cost_s))
+            start = mesh._replace(starts=(self.fitting[own],), near=0.0) if own in self.fitting else mesh
+            run = _Run(self, start, attempt.effort, min(known_s, standing.cost_s))
             if mesh.insists or isinstance(result, Found):
                 run.lift()
             later = run.result()
@@ -183,8 +184,7 @@ class _Run:
         if effort.level < 0:
             # Without bounds there is nothing to prove, so that an estimate saves searches.
             self._limits.reserved = budget.reserved
-        # The bound without a budget holds within the budget too.
-        self._bound_s = mesh.lower_bound_s
+        self._bound_s = mesh.lower_bound_s  # Without a budget, hence within it too.
         self._nearest = Peak(0, 0)
         self._last: tuple[Sequence[int], ...] = ()
         self._copies: dict[Passing, None] = {}
@@ -248,7 +248,7 @@ class _Run:
                 return Infeasible(-1, math.inf, math.inf, is_proven=False, lower_bound=0.0)
             starts = [states for states in (self._mesh.start(), *self._mesh.starts, *self._last) if len(states)]
             choices = tuple(completed(limited, states) for states in starts)
-            return how(problem, known=Known(choices, self._bound_s, self._budget.prices) if choices else None)
+            return how(problem, known=Known(choices, self._bound_s, self._budget.prices, self._mesh.near) if choices else None)
 
         return solver
 

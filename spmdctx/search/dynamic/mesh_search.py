@@ -34,6 +34,10 @@ _WORTH = 1e-3
 """Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
 
 
+_AS_NEAR = 1.05
+"""Multiple of the gap of a plan of another program at which the first plan of one alike is near enough."""
+
+
 class _Begun(NamedTuple):
     """A mesh's problem without memory, and the solution of a first, short search, if there was one."""
 
@@ -71,6 +75,7 @@ class MeshSearch:
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, _Unsolved] = {}
         self._choices: dict[LogicalMesh, _Choice] = {}
+        self._near: dict[LogicalMesh, Found] = {}
 
     @property
     def joins_orders(self) -> bool:
@@ -246,9 +251,22 @@ class MeshSearch:
         """
         mesh = fastest.setup.mesh
         tables, problem = self._problem(fastest.setup)
-        start = partial(self._start, mesh, tables, problem)
+        start, is_exact = partial(self._start, mesh, tables, problem), mesh in self._solved
         own = MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists, has_others=has_others)
-        return budget.search_later(own, known_s) if is_later else budget.search_on(own, known_s)
+        known = budget.options.precedents
+        if is_later or known is None:
+            is_near = is_later and mesh in self._near
+            return self._near[mesh] if is_near else budget.search_later(own, known_s) if is_later else budget.search_on(own, known_s)
+        states, gap = known.start(tables, problem)
+        near = gap * _AS_NEAR if is_exact else 0.0
+        found = budget.search_on(own._replace(starts=(states,) if states else (), near=near), known_s)
+        self._near.pop(mesh, None)
+        if isinstance(found, Found):
+            own_gap = 1 - lower_bound_s / found.cost_s if is_exact and found.cost_s else 0.0
+            known.keep(tables, budget.fitting[mesh], own_gap)
+            if own_gap <= near:
+                self._near[mesh] = found
+        return found
 
     def _begin(self, setup: Setup, alike: _Begun | None = None) -> _Begun:
         """States the problem of a mesh; its search starts from that of `alike`, if given, which has the same axes."""

@@ -15,6 +15,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic import effort
 from spmdctx.search.problem.fold import FOLDING, Folding
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import MAX_AXES, candidate_meshes
 from spmdctx.search.setup.request import Request, Setup
@@ -42,6 +43,7 @@ class DynamicOptions:
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
         middle_program: ops up to which all work within a budget is limited.
         large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
+        precedents: plans of programs alike, from which searches within the budget start, and to which their plans are added.
         schedule: the attempts within a budget; None to derive them from the program's size and the other options.
         folding: the options of the fold that decides ops together.
     """
@@ -59,6 +61,7 @@ class DynamicOptions:
     small_program: int = 100
     middle_program: int = 500
     large_program: int = 5000
+    precedents: Precedents | None = None
     schedule: effort.Schedule | None = None
     folding: Folding = FOLDING
 

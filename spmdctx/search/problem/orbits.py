@@ -10,6 +10,7 @@ enough, beside all states of the other class, where each class has all states th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import permutations
@@ -20,6 +21,7 @@ import numpy as np
 from spmdctx.ir.analysis.numbering import Numbering
 from spmdctx.ir.arrays import FloatArray, IntArray
 from spmdctx.ir.domain import AxisCodes, axis_codes, domain
+from spmdctx.ir.graph import LITERAL
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.search.problem.choices import Choices, EdgeChoices
 from spmdctx.search.problem.network import Carry, Load, Node
@@ -194,6 +196,77 @@ def resembling(tables: Tables, other: Tables) -> list[IntArray]:
             known[key] = np.where(marks[at] == wanted, at, -1)
         found.append(known[key])
     return found
+
+
+class Precedents:
+    """Plans of programs that are nearly alike, by mesh: searches of others begin with the same states for the nodes that are like theirs.
+
+    Nodes are alike if their ops or values, their weights and their numbers among such nodes are.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[LogicalMesh, tuple[dict[object, int], float]] = {}
+
+    def keep(self, tables: Tables, states: Sequence[int], gap: float) -> None:
+        """Keeps a plan within memory, and the share by which it costs more than the least without memory; 0 if that is not known."""
+        marks = _marks_of(tables)
+        known = {key: int(own[state]) for key, own, state in zip(_kinds_of(tables), marks, states, strict=True)}
+        self._known[tables.space.mesh] = known, gap
+
+    def start(self, tables: Tables, problem: Problem) -> tuple[tuple[int, ...], float]:
+        """Returns states from which a search may start, and the gap of the plan that they are of; no states if none is known."""
+        if tables.space.mesh not in self._known:
+            return (), 0.0
+        known, gap = self._known[tables.space.mesh]
+        states = [_place(own, known.get(key)) for key, own in zip(_kinds_of(tables), _marks_of(tables), strict=True)]
+        return tuple(_filled_in(problem, states)), gap
+
+
+def _place(marks: IntArray, mark: int | None) -> int:
+    """Returns the first state that has a mark, or -1."""
+    places = np.flatnonzero(marks == mark) if mark is not None else np.zeros(0, dtype=np.int64)
+    return int(places[0]) if len(places) else -1
+
+
+def _kinds_of(tables: Tables) -> list[object]:
+    """Returns for each node what it has in common with one of another program."""
+    graph, counts, found = tables.space.graph, Counter[object](), list[object]()
+    for node in tables.network.nodes:
+        values = (node.member,) if node.sort != "op" else (*graph.ops[node.member].operands, *graph.ops[node.member].results)
+        types = tuple([(graph.values[value].shape, graph.values[value].dtype) for value in values if value != LITERAL])
+        name = graph.ops[node.member].primitive if node.sort == "op" else node.sort
+        kind = (name, types, node.weight, node.joins, node.terminal, node.later)
+        found.append((kind, counts[kind]))
+        counts[kind] += 1
+    return found
+
+
+def _marks_of(tables: Tables) -> list[IntArray]:
+    """Returns the numbers of the states of each node, which mean the same for other programs on the mesh."""
+    mesh, known, found = tables.space.mesh, dict[tuple[object, ...], IntArray](), list[IntArray]()
+    same = _renaming_to(axis_codes(mesh), axis_codes(mesh))
+    for node, choices in zip(tables.network.nodes, tables.choices, strict=True):
+        shapes = _shapes(tables, node)
+        key = (*shapes, choices.layout)
+        if key not in known:
+            known[key] = _marks(mesh, shapes, choices, same)
+        found.append(known[key])
+    return found
+
+
+def _filled_in(problem: Problem, states: list[int]) -> list[int]:
+    """Gives nodes without a state (-1) the one that costs least beside the states of their neighbours, twice."""
+    missing = {node for node, state in enumerate(states) if state < 0}
+    beside: dict[int, list[tuple[int, FloatArray]]] = {node: [] for node in missing}
+    for left, right, table in problem.edges:
+        if left in missing:
+            beside[left].append((right, table.T))
+        if right in missing:
+            beside[right].append((left, table))
+    for node in (*missing, *missing):
+        rows = [table[states[other]] for other, table in beside[node] if states[other] >= 0]
+        states[node] = int(np.sum([problem.costs[node], *rows], axis=0).argmin())
+    return states
 
 
 def _renaming_to(codes: AxisCodes, others: AxisCodes) -> _Renaming:

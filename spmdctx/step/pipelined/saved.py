@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 
 from spmdctx.errors import PlanMismatchError, naming_file
@@ -37,7 +39,7 @@ def loaded_pipeline(step: PipelinedStep, settings: Settings) -> PlannedPipeline 
     for stage in found.stages:
         programs |= {**stage.tasks, **stage.after}
 
-    def planner(captured: Captured, own: Settings, *, is_rough: bool = False) -> Planned:
+    def planner(captured: Captured, own: Settings, **_: Any) -> Planned:
         return planned_as_saved(captured, own, _plan_of(programs, captured.name, where), where)
 
     return plan_as_decided(step, settings, found, planner, where)

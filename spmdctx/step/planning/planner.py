@@ -22,6 +22,7 @@ from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import lower_bound_s
 from spmdctx.search.dynamic.shortfall import over_budget
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.select import Shared, search
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.modes import prepare
@@ -58,10 +59,18 @@ class Planned:
         return with_copies(self.priced, program.graph, program.scopes, self.assignment) if self.mesh.num_devices > 1 else self.priced
 
 
-def plan_program(captured: Captured, settings: Settings, shared: Shared | None = None, *, is_rough: bool = False) -> Planned:
+def plan_program(
+    captured: Captured,
+    settings: Settings,
+    shared: Shared | None = None,
+    *,
+    is_rough: bool = False,
+    precedents: Precedents | None = None,
+) -> Planned:
     """Plans a captured step; with `shared`, briefly, as one of several plans; if `is_rough`, only to tell how plans compare.
 
-    The budget of a part of a pipeline is no user's: a large part takes little time, and what the search does not count may exceed it.
+    With `precedents`, searches of a large program start from plans of others like it. The budget of a part of a pipeline is no user's: a
+    large part takes little time, and what the search does not count may exceed it.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
@@ -74,7 +83,7 @@ def plan_program(captured: Captured, settings: Settings, shared: Shared | None =
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
         options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
-        options = replace(options, is_a_room=captured.is_part)
+        options = replace(options, is_a_room=captured.is_part, precedents=precedents)
         # What one process of several finds until it is interrupted is not what the others find.
         options = replace(options, is_interruptible=is_main and not jax.distributed.is_initialized())
         if is_main:

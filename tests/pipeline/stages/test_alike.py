@@ -34,9 +34,9 @@ def settings():
 def counted():
     seen = []
 
-    def planner(captured, own, *, is_rough=False):
+    def planner(captured, own, *, is_rough=False, **how):
         seen.append((captured.inputs[1].path, is_rough))
-        return plan_program(captured, own, is_rough=is_rough)
+        return plan_program(captured, own, is_rough=is_rough, **how)
 
     return AlikePlanner(planner), seen
 
@@ -77,6 +77,10 @@ def test_a_plan_that_is_within_a_room_is_not_made_again():
     assert len(seen) == 1
     with pytest.raises(InfeasibleError) as caught:
         planner(program(), replace(settings(), memory_bytes=1))
+    assert len(seen) == 2
+    with pytest.raises(InfeasibleError) as again:
+        planner(program(name="b"), replace(settings(), memory_bytes=1))
+    assert again.value is caught.value
     assert len(seen) == 2
     # No user gave that budget, so none is searched that is enough.
     assert "need:" not in str(caught.value)

@@ -31,13 +31,13 @@ def planned(meshes, fits):
     context = current_context().with_checked({"parallel_mode": "auto_parallel", "device_num": 4})
     decided, left = [], list(meshes)
 
-    def planner(captured, settings, *, is_rough=False):
+    def planner(captured, settings, **how):
         if captured.name == "pipeline_mesh":
             decided.append([number for number, own in enumerate(passes) if own.joint.jaxpr is captured.jaxpr])
-            return plan_program(captured, replace(settings, mesh=left.pop(0)), is_rough=is_rough)
+            return plan_program(captured, replace(settings, mesh=left.pop(0)), **how)
         if not fits(captured.name, settings.mesh):
             raise InfeasibleError(f"{captured.name} does not fit")
-        return plan_program(captured, settings, is_rough=is_rough)
+        return plan_program(captured, settings, **how)
 
     settings = Settings(context, 4, None, topology("tpu-v5p"))
     try:

@@ -1,11 +1,15 @@
-"""The order in which meshes with the same axes are searched."""
+"""The order in which meshes with the same axes are searched, and where searches within memory begin."""
 
-from spmdctx.cost.step import Step
+from dataclasses import replace
+
+from spmdctx.cost.step import Step, bill_of
 from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.mesh_search import MeshSearch
-from spmdctx.search.dynamic.results import DynamicOptions
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import plan_dynamic
+from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.setup.request import Request
+from spmdctx.search.solver.limited.constrained import Constrained
 from spmdctx.search.solver.problem.graph import cost_of
 from tests.search.random_graphs import random_machine, random_step
 
@@ -45,3 +49,30 @@ def test_the_order_on_which_the_joint_choice_costs_less_comes_first(monkeypatch)
             if is_exchanged:
                 return
     raise AssertionError("no second order was cheaper")
+
+
+def test_a_search_begins_with_the_plan_of_a_program_alike_and_ends_with_one_as_near(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
+    monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
+    begun, tried = 0, [0, 0]
+    for seed in range(6100, 6130):
+        made, machine = random_step(seed, 12), random_machine(seed)
+        step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+        request = Request("auto_parallel", 4, None, None, (), frozenset(), (), (), frozenset())
+        free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
+        peak = bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes
+        options = DynamicOptions(memory_bytes=int(0.8 * peak), is_soft=True, small_program=0, large_program=0)
+        first, precedents = plan_dynamic(step, request, machine, options), Precedents()
+        found = [plan_dynamic(step, request, machine, replace(options, precedents=precedents)) for _ in range(2)]
+        if isinstance(first, Shortfall):
+            continue
+        assert found[0].cost_s == first.cost_s
+        again = found[1]
+        assert bill_of(step, again.assignment, again.setup.mesh, machine).safe_bytes <= options.memory_bytes
+        assert again.lower_bound_s <= first.cost_s * (1 + 1e-9)
+        assert again.cost_s <= first.cost_s * 1.06
+        begun += 1
+        tried = [count + own.counts.get("prices", 0) for count, own in zip(tried, found, strict=True)]
+    assert begun >= 5
+    assert tried[1] < tried[0]

@@ -108,3 +108,22 @@ def test_plans_found_among_merged_states_are_as_cheap_as_all_others(monkeypatch)
         assert found.lower_bound_s == pytest.approx(before.lower_bound_s, rel=1e-8)
         ruled_out += len(found.setup.mesh.axes) < MAX_AXES
     assert ruled_out
+
+
+def test_a_search_begins_with_the_states_of_a_plan_for_nodes_that_are_alike():
+    kept = 0
+    for seed in range(7200, 7210):
+        tables, others = _tables(seed, (2, 2)), _tables(seed + 50, (2, 2))
+        problem, precedents = tables.problem(), orbits.Precedents()
+        assert precedents.start(tables, problem) == ((), 0.0)
+        best = solve(problem, effort=4)
+        precedents.keep(tables, best.states, 0.1)
+        assert precedents.start(tables, problem) == (best.states, 0.1)
+        assert precedents.start(_tables(seed, (4,)), problem) == ((), 0.0)
+        # Nodes that the plan does not have take what costs least beside the others.
+        states, gap = precedents.start(others, others.problem())
+        assert gap == 0.1
+        assert all(0 <= state < len(own.seconds) for state, own in zip(states, others.choices, strict=True))
+        mine, theirs = set(orbits._kinds_of(tables)), set(orbits._kinds_of(others))
+        kept += bool(mine & theirs) and bool(theirs - mine)
+    assert kept

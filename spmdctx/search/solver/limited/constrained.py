@@ -168,8 +168,7 @@ class Constrained:
             prices.add(self.best.states)
         prices.run(PRICE_STEPS, max(self.search.tolerance, 1e-9))
         self._raise(prices.bound)
-        self.prices = prices.best
-        self.active = prices.active
+        self.prices, self.active = prices.best, prices.active
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
         for choice in choices[:MAX_REPAIRS]:
             self._offer_repaired(choice.states)
@@ -189,6 +188,7 @@ class Constrained:
                 self._offer_repaired(states)
             self._raise(known.lower_bound)
             self._offer_flipped(known.choices)
+            self.search.tolerance = max(self.search.tolerance, known.near if self._gap() <= known.near else 0.0)
             if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known)):
                 return
         ascent = Ascent(self.graph, self.amounts, self.search, ASCENT_SHARE)

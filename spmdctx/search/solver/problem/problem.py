@@ -57,12 +57,14 @@ class Problem:
 class Known(NamedTuple):
     """Choices of states to start from, which need not fit the memory, and a lower bound on the cost of every choice.
 
-    `prices` are times at which memory may bind, each with the cost of one unit of usage, as a like problem's solution has them.
+    `prices` are times at which memory may bind, each with the cost of one unit of usage, as a like problem's solution has them. A plan made
+    of the choices is `near` enough at this gap, relative to its cost: then a wide problem is searched no further.
     """
 
     choices: tuple[tuple[int, ...], ...]
     lower_bound: float
     prices: tuple[tuple[int, float], ...] = ()
+    near: float = 0.0
 
 
 class Solution(NamedTuple):

@@ -161,6 +161,17 @@ def test_a_wide_problem_is_no_dearer_than_any_choice_that_is_known_and_fits(seed
     assert found.cost <= best.cost
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_a_wide_problem_is_searched_no_further_where_a_known_choice_is_near_enough(seed, wide):
+    problem = layers(8, 1500.0, seed)
+    best = solve(problem, effort=1)
+    far, near = (solve(problem, effort=1, known=Known((best.states,), 0.9 * best.cost, (), gap)) for gap in (0.05, 0.11))
+    # Costs are whole numbers here, so bounds are rounded up.
+    assert near.lower_bound == np.ceil(0.9 * best.cost)
+    assert near.cost <= best.cost
+    assert far.lower_bound > near.lower_bound
+
+
 def test_only_maximal_sets_of_live_nodes_become_rows():
     lives = (Life(0, 0, 10), Life(1, 2, 5), Life(2, 3, 4), Life(3, 6, 8), Life(3, 7, 9), Life(4, 1, 1))
     rows = Rows(Memory((np.ones(1),) * 5, lives, 0.5), [np.zeros(1, int)] * 5)
