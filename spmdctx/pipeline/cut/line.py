@@ -17,6 +17,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx._compat import scan_counts
 from spmdctx.ir.primitives import HEAVY
 from spmdctx.pipeline.cut.inline import Opened, Region, opened_calls
 from spmdctx.pipeline.cut.living import living
@@ -149,7 +150,7 @@ class _Reached:
 
 def _is_over_parameters(scan: Any, reached: _Reached) -> bool:
     """Returns whether each iteration of a scan reads parameters of its own."""
-    first = scan.params["num_consts"] + scan.params["num_carry"]
+    first = sum(scan_counts(scan.params))
     return scan.params["length"] > 1 and not reached.parameter.isdisjoint(variables(scan.invars[first:])) and not scan.effects
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx._compat import scan_counts
 from spmdctx.pipeline.cut.inline import Opened
 
 
@@ -29,7 +30,7 @@ def living(opened: Opened) -> Opened:
 
 def _with_read_rows(scan: Any, read: set[Any]) -> Any:
     """Returns a scan that stacks only what is read."""
-    carries = scan.params["num_carry"]
+    _, carries = scan_counts(scan.params)
     kept = [place for place, var in enumerate(scan.outvars) if place < carries or var in read]
     if len(kept) == len(scan.outvars):
         return scan

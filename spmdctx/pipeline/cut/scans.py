@@ -9,6 +9,7 @@ import jax
 import jax.extend.core as jexc
 import jax.numpy as jnp
 
+from spmdctx._compat import scan_counts
 from spmdctx.pipeline.cut.inline import Opened, Region
 from spmdctx.trace.build.jaxprs.equations import written
 
@@ -62,7 +63,7 @@ def num_iterations(tag: Tag, scan: int) -> int:
 
 def _parts(eqn: Any, lengths: Sequence[int], number: int) -> list[tuple[Tag, Any]]:
     """Returns the equations that run a scan in parts: slices of what it reads by layers, the parts, and their results joined."""
-    consts, carries, total = eqn.params["num_consts"], eqn.params["num_carry"], eqn.params["length"]
+    (consts, carries), total = scan_counts(eqn.params), eqn.params["length"]
     if len(lengths) == 1:
         return [(("scan", number, total), eqn)]
     fixed, carry, stacked = eqn.invars[:consts], eqn.invars[consts : consts + carries], eqn.invars[consts + carries :]

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax.extend.core as jexc
 
+from spmdctx._compat import scan_counts
 from spmdctx.rules.control_flow import CALLS, call_body, call_operands, opened
 
 
@@ -33,7 +34,7 @@ def _passed_operands(eqn: Any) -> list[Any]:
         return [None if source is None else eqn.invars[places[source]] for source in passed_inputs(call_body(name, params))]
     if name != "scan":
         return [None] * len(eqn.outvars)
-    first, carries = params["num_consts"], params["num_carry"]
+    first, carries = scan_counts(params)
     found = []
     for place, source in enumerate(passed_inputs(params["jaxpr"])):
         # A carry must stay what it is, and rows must be those of the operand; other inputs differ from what the loop gives.
