@@ -14,7 +14,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
-from spmdctx.search.problem.orbits import merged, resembling
+from spmdctx.search.problem.orbits import Precedents, merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
 from spmdctx.search.setup.request import Setup
@@ -32,7 +32,6 @@ _CLOSE = 1e-7
 
 _WORTH = 1e-3
 """Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
-
 
 _AS_NEAR = 1.05
 """Multiple of the gap of a plan of another program at which the first plan of one alike is near enough."""
@@ -251,19 +250,27 @@ class MeshSearch:
         """
         mesh = fastest.setup.mesh
         tables, problem = self._problem(fastest.setup)
-        start, is_exact = partial(self._start, mesh, tables, problem), mesh in self._solved
+        start = partial(self._start, mesh, tables, problem)
         own = MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists, has_others=has_others)
-        known = budget.options.precedents
-        if is_later or known is None:
-            is_near = is_later and mesh in self._near
-            return self._near[mesh] if is_near else budget.search_later(own, known_s) if is_later else budget.search_on(own, known_s)
-        states, gap = known.start(tables, problem)
+        if is_later:
+            return self._near.get(mesh) or budget.search_later(own, known_s)
+        precedents = budget.options.precedents
+        return budget.search_on(own, known_s) if precedents is None else self._from_precedents(precedents, budget, own, known_s)
+
+    def _from_precedents(self, precedents: Precedents, budget: Budget, own: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
+        """Makes the first attempts on a mesh from the plan of a program alike, and keeps what they find for others.
+
+        A plan that is as near to the bound without memory as that one needs no later attempts. Only a whole search tells that bound.
+        """
+        mesh, is_exact = own.fastest.setup.mesh, own.fastest.setup.mesh in self._solved
+        states, gap = precedents.start(own.tables, own.problem)
         near = gap * _AS_NEAR if is_exact else 0.0
         found = budget.search_on(own._replace(starts=(states,) if states else (), near=near), known_s)
         self._near.pop(mesh, None)
-        if isinstance(found, Found):
-            own_gap = 1 - lower_bound_s / found.cost_s if is_exact and found.cost_s else 0.0
-            known.keep(tables, budget.fitting[mesh], own_gap)
+        # Plans that are tried one by one leave no states.
+        if isinstance(found, Found) and mesh in budget.fitting:
+            own_gap = 1 - own.lower_bound_s / found.cost_s if is_exact and found.cost_s else 0.0
+            precedents.keep(own.tables, budget.fitting[mesh], own_gap)
             if own_gap <= near:
                 self._near[mesh] = found
         return found

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from spmdctx.cost.step import Step, bill_of
+from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
@@ -76,3 +77,18 @@ def test_a_search_begins_with_the_plan_of_a_program_alike_and_ends_with_one_as_n
         tried = [count + own.counts.get("prices", 0) for count, own in zip(tried, found, strict=True)]
     assert begun >= 5
     assert tried[1] < tried[0]
+
+
+def test_a_plan_that_was_tried_by_itself_is_no_precedent():
+    """The search for any plan branches here, and its plan leaves no states."""
+    made, machine = random_step(4528, 5), random_machine(4528)
+    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+    request = Request("auto_parallel", 4, None, None, (), frozenset(), (), (), frozenset())
+    free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
+    budget = int(0.85 * bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes)
+    blind = effort.HASTY._replace(rounds=1, hopeless=0.0)
+    attempts = (effort.Attempt(blind, effort.first_of_all), effort.Attempt(effort.HASTY, effort.first_beside_others))
+    schedule, precedents = effort.QUICK_PLAN._replace(attempts=attempts), Precedents()
+    options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, schedule=schedule, precedents=precedents)
+    found = plan_dynamic(step, request, machine, options)
+    assert bill_of(step, found.assignment, found.setup.mesh, machine).safe_bytes <= budget
