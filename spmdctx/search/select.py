@@ -268,6 +268,7 @@ def _fitting(
     if not own.is_small(step) and not own.is_soft:
         found = budgets.within(own.for_any_plan(step))
         if not isinstance(found, Shortfall):
+            found.setup.notes.append("The search within memory ended without a plan: this one is of a search for any that fits.")
             return _chosen(found)
     for setup, assignment in _other_plans(step, request, options, own):
         bill = bill_of(step, assignment, setup.mesh, options.topology)

@@ -80,3 +80,4 @@ def test_a_budget_that_a_search_for_any_plan_meets_is_enough(monkeypatch):
     found = plan(_fitted, *_ARGUMENTS, memory_bytes=budget, **_OPTIONS)
     assert found.safe_memory_bytes <= budget
     assert found.lower_bound_s <= found.cost.total_s
+    assert any("this one is of a search for any that fits" in note for note in found.notes)
