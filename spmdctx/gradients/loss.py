@@ -129,6 +129,9 @@ class LossCall:
         self.leaves = [leaves[place] for place in self._places]
         self.values = [leaf.value for leaf in self.leaves]
         self.paths = [self._path(leaf.keys) for leaf in self.leaves]
+        self._of_names: dict[tuple[int, tuple[str, ...]], int] = {}
+        for index, leaf in enumerate(self.leaves):
+            self._of_names.setdefault((_position(leaf.keys), _names(leaf.keys[2:])), index)
 
     def _path(self, keys: Keys) -> str:
         position = _position(keys)
@@ -212,9 +215,7 @@ class LossCall:
         if isinstance(entry, tuple | list):
             entry, keys = entry[keys[0].idx], keys[1:]
         position = getattr(entry, "argnum", entry) % (len(self._call[0]) - 1)
-        names = _names(keys)
-        found = (index for index, leaf in enumerate(self.leaves) if _position(leaf.keys) == position and _names(leaf.keys[2:]) == names)
-        return next(found, None)
+        return self._of_names.get((position, _names(keys)))
 
     def is_stateful_key(self, index: int) -> bool:
         """Returns whether a leaf is the key of an nnx stream, whose count tells how often it was used."""
@@ -231,10 +232,10 @@ def _position(keys: Keys) -> int:
     return keys[1].idx - 1 if isinstance(keys[1], SequenceKey) else _CLOSED_OVER
 
 
-def _names(keys: Keys) -> list[str]:
+def _names(keys: Keys) -> tuple[str, ...]:
     """Returns the names of a path without the last step into a variable."""
-    names = [key_text(key) for key in keys]
-    return names[:-1] if names[-1:] == ["value"] else names
+    names = tuple([key_text(key) for key in keys])
+    return names[:-1] if names[-1:] == ("value",) else names
 
 
 def _is_array(value: Any) -> bool:
