@@ -71,7 +71,7 @@ class PlannedTask:
     planned: Planned
     name: str = ""
 
-    @property
+    @cached_property
     def shardings(self) -> dict[Slot, TensorSharding]:
         """The sharding of each operand and result."""
         graph, values = self.planned.program.graph, self.planned.assignment.values

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak
@@ -17,8 +16,8 @@ from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.xla.memory.spread import spread_on
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
-from spmdctx.search.dynamic.effort import Attempt, Effort, Limits, Schedule, Standing
-from spmdctx.search.dynamic.formulation import Formulation, peak_in
+from spmdctx.search.dynamic.effort import PRICED, Attempt, Effort, Limits, Schedule, Standing
+from spmdctx.search.dynamic.formulation import Formulation, MeshProblem, peak_in
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of, standing_of
 from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
 from spmdctx.search.problem.reserved_rows import with_reserved
@@ -42,31 +41,6 @@ _LOWER = 0.8
 
 _LIMIT_SPACING = 0.005
 """Least share of the budget between two limits that are tried for a program that is not small."""
-
-
-class MeshProblem(NamedTuple):
-    """A mesh whose fastest plan does not fit in the budget.
-
-    Attributes:
-        tables: the tables of the mesh.
-        problem: the problem to minimise, without memory.
-        fastest: the fastest plan on any mesh, with the set-up of this one.
-        lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
-        start: returns the choice of states from which a search starts; empty if there is none.
-        starts, near: other such choices, and the gap, relative to the cost, at which a first plan is near enough beside them.
-        insists: whether the search goes on while no plan is in sight.
-        has_others: whether other meshes are searched before this one is searched again.
-    """
-
-    tables: Tables
-    problem: Problem
-    fastest: Found
-    lower_bound_s: float = 0.0
-    start: Callable[[], Sequence[int]] = tuple
-    starts: tuple[Sequence[int], ...] = ()
-    near: float = 0.0
-    insists: bool = False
-    has_others: bool = False
 
 
 class Budget:
@@ -119,6 +93,15 @@ class Budget:
         """Makes all attempts on the only mesh there is."""
         self.search_on(mesh, known_s)
         return self.search_later(mesh, known_s)
+
+    def bound_at_prices(self, mesh: MeshProblem, known_s: float) -> float:
+        """Returns a bound of a mesh's plans within the budget: at the last prices of memory, after little work."""
+        prices = self.prices
+        run = _Run(self, mesh, PRICED, known_s)
+        bound_s = run.result().lower_bound_s
+        self.spent += run.allowance.spent + _ATTEMPT_WORK
+        self.prices = prices
+        return bound_s
 
     def _search(
         self, mesh: MeshProblem, attempts: Sequence[Attempt], standing: Standing, result: Found | Shortfall | Beaten | None

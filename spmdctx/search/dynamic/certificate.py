@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
+
+from spmdctx.cost.step import Step
+from spmdctx.ir.mesh import LogicalMesh
+from spmdctx.machine.topology import Topology
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.searcher import Searcher, mesh_is_fixed
+from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks
+from spmdctx.search.setup.modes import prepare
+from spmdctx.search.setup.request import Request
 
 _ROUNDING = 1e-9
 _WORTH_A_WORD = 1e-3
@@ -42,3 +52,26 @@ def gap_of(total_s: float, bound_s: float) -> float:
     """Returns the relative distance of a price from its bound; 0 if only the order of additions differs."""
     gap = total_s / bound_s - 1 if bound_s else 0.0
     return 0.0 if abs(gap) < _ROUNDING else gap
+
+
+def lower_bound_s(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
+) -> tuple[float | None, tuple[str, ...]]:
+    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
+
+    Returns the bound, None if a mesh has too many axes for the search, and the axes that it takes only together, as text: one for each
+    mesh on which there are any.
+    """
+    searcher = Searcher(step, topology, replace(options, memory_bytes=None))
+    meshes = [mesh]
+    if not mesh_is_fixed(request):
+        meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
+    lowest = float("inf")
+    setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
+    if any(is_too_wide(step.graph, setup) for setup in setups):
+        return None, ()
+    for setup in setups:
+        found = searcher.search(setup, lowest)
+        assert not isinstance(found, Shortfall)
+        lowest = min(lowest, found.lower_bound_s)
+    return lowest, tuple(filter(None, (joined_axes(setup.mesh) for setup in setups)))

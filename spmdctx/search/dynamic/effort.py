@@ -18,6 +18,10 @@ _PROOF = 40 * _HOPELESS
 """Additions that take a few seconds."""
 
 
+FAR = 0.12
+"""Share by which a plan costs more than a mesh's fastest, from which on memory decides which mesh is best."""
+
+
 class Effort(NamedTuple):
     """The limits of one attempt.
 
@@ -68,6 +72,9 @@ BRIEF = PROVEN._replace(tolerance=1e-3, work=SHORT_WORK, limits_proofs=True)
 
 HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copies=False, hopeless=6 * _HOPELESS)
 """For a plan of a program that is not small, in little time."""
+
+PRICED = HASTY._replace(rounds=1, tolerance=0.005, hopeless=_HOPELESS, limits_proofs=True)
+"""For a bound at prices that are known, which tells meshes apart."""
 
 THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=100 * _HOPELESS)
 """For the plan of a program that is not small."""
@@ -186,7 +193,7 @@ MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELE
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 
 _ENOUGH = 0.01
-_SHORT = HASTY._replace(rounds=2, leaves=0.12, proof=_PROOF)
+_SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak, StepMemory, compiled_memory
@@ -30,6 +30,31 @@ from spmdctx.search.solver.solve import Sought, solve
 _LAST_EFFORT = 5
 
 TablesT = TypeVar("TablesT", bound=Tables, covariant=True)
+
+
+class MeshProblem(NamedTuple):
+    """A mesh whose fastest plan does not fit in the budget.
+
+    Attributes:
+        tables: the tables of the mesh.
+        problem: the problem to minimise, without memory.
+        fastest: the fastest plan on any mesh, with the set-up of this one.
+        lower_bound_s: no plan on the mesh costs less, whatever memory it takes.
+        start: returns the choice of states from which a search starts; empty if there is none.
+        starts, near: other such choices, and the gap, relative to the cost, at which a first plan is near enough beside them.
+        insists: whether the search goes on while no plan is in sight.
+        has_others: whether other meshes are searched before this one is searched again.
+    """
+
+    tables: Tables
+    problem: Problem
+    fastest: Found
+    lower_bound_s: float = 0.0
+    start: Callable[[], Sequence[int]] = tuple
+    starts: tuple[Sequence[int], ...] = ()
+    near: float = 0.0
+    insists: bool = False
+    has_others: bool = False
 
 
 class Formulation(Generic[TablesT]):

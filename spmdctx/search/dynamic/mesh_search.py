@@ -11,9 +11,9 @@ from typing import NamedTuple
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import AnyOrder, AnySizes, LogicalMesh
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import SAME_COST, Budget, MeshProblem
-from spmdctx.search.dynamic.formulation import Formulation
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall
+from spmdctx.search.dynamic.budget import SAME_COST, Budget
+from spmdctx.search.dynamic.formulation import Formulation, MeshProblem
+from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, short_of
 from spmdctx.search.problem.orbits import Precedents, merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
@@ -66,7 +66,7 @@ class MeshSearch:
 
     def __init__(self, step: Step, topology: Topology, options: DynamicOptions) -> None:
         self.formulation: Formulation[Tables] = Formulation(step, topology, options.limits, Tables, mode=MODE, folding=options.folding)
-        self._is_small = options.is_small(step)
+        self.is_small = options.is_small(step)
         self._begun: dict[LogicalMesh, _Begun] = {}
         self._in_any_order: dict[LogicalMesh, _Begun] = {}
         self._tables: dict[LogicalMesh, Tables] = {}
@@ -74,12 +74,12 @@ class MeshSearch:
         self._starts: dict[LogicalMesh, Sequence[int]] = {}
         self._unsolved: dict[LogicalMesh, _Unsolved] = {}
         self._choices: dict[LogicalMesh, _Choice] = {}
-        self._near: dict[LogicalMesh, Found] = {}
+        self._decided: dict[LogicalMesh, Found | Shortfall] = {}
 
     @property
     def joins_orders(self) -> bool:
         """Whether first looks are worth a search of several orders of a mesh's axes at once, which proves less of each."""
-        return not self._is_small
+        return not self.is_small
 
     def first_look(self, setup: Setup, known_s: float = math.inf) -> Solution:
         """Searches a mesh, or several orders of its axes at once, for a short time; another mesh has a plan of `known_s`."""
@@ -222,7 +222,7 @@ class MeshSearch:
 
     def _keep(self, mesh: LogicalMesh, tables: Tables, problem: Problem) -> None:
         """Keeps the problem of a mesh whose plan may be the fastest; that of a large program's last one only, which mostly is."""
-        if not self._is_small:
+        if not self.is_small:
             self._solved.clear()
         self._solved[mesh] = tables, problem
 
@@ -249,30 +249,46 @@ class MeshSearch:
         If `is_later`, the schedule's later attempts are made. For the others, see `MeshProblem`.
         """
         mesh = fastest.setup.mesh
-        tables, problem = self._problem(fastest.setup)
-        start = partial(self._start, mesh, tables, problem)
-        own = MeshProblem(tables, problem, fastest, lower_bound_s, start, insists=insists, has_others=has_others)
-        if is_later:
-            return self._near.get(mesh) or budget.search_later(own, known_s)
+        own = self._within(fastest, lower_bound_s)._replace(insists=insists, has_others=has_others)
         precedents = budget.options.precedents
-        return budget.search_on(own, known_s) if precedents is None else self._from_precedents(precedents, budget, own, known_s)
+        if not is_later:
+            return budget.search_on(own, known_s) if precedents is None else self._from_precedents(precedents, budget, own, known_s)
+        found = self._decided.get(mesh) or budget.search_later(own, known_s)
+        if precedents is not None and isinstance(found, Shortfall):
+            precedents.keep_short(own.tables, budget.memory_bytes)
+        return found
+
+    def bound_within(self, budget: Budget, fastest: Found, known_s: float, lower_bound_s: float) -> float:
+        """Returns a bound of the plans within a budget on the mesh of `fastest`, after little work."""
+        return max(lower_bound_s, budget.bound_at_prices(self._within(fastest, lower_bound_s), known_s))
+
+    def _within(self, fastest: Found, lower_bound_s: float) -> MeshProblem:
+        tables, problem = self._problem(fastest.setup)
+        start = partial(self._start, fastest.setup.mesh, tables, problem)
+        return MeshProblem(tables, problem, fastest, lower_bound_s, start)
 
     def _from_precedents(self, precedents: Precedents, budget: Budget, own: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Makes the first attempts on a mesh from the plan of a program alike, and keeps what they find for others.
 
         A plan that is as near to the bound without memory as that one needs no later attempts. Only a whole search tells that bound.
+        Where a program alike has no plan, this one is not searched if another mesh has one.
         """
         mesh, is_exact = own.fastest.setup.mesh, own.fastest.setup.mesh in self._solved
+        self._decided.pop(mesh, None)
+        if own.insists and precedents.is_short(own.tables, budget.memory_bytes):
+            self._decided[mesh] = short_of(budget.fastest_peak, own.fastest, own.lower_bound_s)
+            return self._decided[mesh]
         states, gap = precedents.start(own.tables, own.problem)
         near = gap * _AS_NEAR if is_exact else 0.0
         found = budget.search_on(own._replace(starts=(states,) if states else (), near=near), known_s)
-        self._near.pop(mesh, None)
+        if isinstance(found, Shortfall) and not budget.schedule.later:
+            precedents.keep_short(own.tables, budget.memory_bytes)
         # Plans that are tried one by one leave no states.
         if isinstance(found, Found) and mesh in budget.fitting:
             own_gap = 1 - own.lower_bound_s / found.cost_s if is_exact and found.cost_s else 0.0
             precedents.keep(own.tables, budget.fitting[mesh], own_gap)
             if own_gap <= near:
-                self._near[mesh] = found
+                self._decided[mesh] = found
         return found
 
     def _begin(self, setup: Setup, alike: _Begun | None = None) -> _Begun:
@@ -289,7 +305,7 @@ class MeshSearch:
         tables = self._tables.get(setup.mesh)
         if tables is None:
             tables = self.formulation.tables(setup)
-            if not self._is_small:
+            if not self.is_small:
                 self._tables.clear()
             self._tables[setup.mesh] = tables
         return tables
@@ -301,13 +317,13 @@ class MeshSearch:
             tables = self._tables_on(setup)
             found = tables, tables.problem()
             # Several orders at once are searched for one bound, and never again.
-            if self._is_small and not isinstance(setup.mesh, AnyOrder):
+            if self.is_small and not isinstance(setup.mesh, AnyOrder):
                 self._solved[setup.mesh] = found
         return found
 
     def cutoff(self, mesh: LogicalMesh, known_s: float) -> float:
         """Returns the cost below which a plan on a mesh is worth the whole search."""
-        is_exact = self._is_small or len(mesh.axes) == 1
+        is_exact = self.is_small or len(mesh.axes) == 1
         return known_s * (1 - (SAME_COST if is_exact else _WORTH))
 
 

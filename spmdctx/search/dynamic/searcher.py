@@ -19,10 +19,10 @@ from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import AnyOrder, LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.budget import SAME_COST, Budget
-from spmdctx.search.dynamic.effort import ENOUGH_PLAN, REPAIRED_PLAN
+from spmdctx.search.dynamic.effort import ENOUGH_PLAN, FAR, REPAIRED_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall, log_mesh
-from spmdctx.search.setup.blocks import is_too_wide, joined_axes, with_blocks, without_blocks
+from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES, narrow_and_even_first, orders_of, sizes_of
 from spmdctx.search.setup.modes import prepare
 from spmdctx.search.setup.request import Request, Setup
@@ -47,29 +47,6 @@ _NOTHING_TO_GAIN = 1.01
 def plan_dynamic(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> Found | Shortfall:
     """Finds the cheapest assignment over all meshes that may be tried; only the user's, if the request names one."""
     return Searcher(step, topology, options).plan(request)
-
-
-def lower_bound_s(
-    step: Step, request: Request, topology: Topology, options: DynamicOptions, mesh: LogicalMesh
-) -> tuple[float | None, tuple[str, ...]]:
-    """Bounds the cost of every assignment, on the meshes that the search would try or on `mesh`; memory plays no part.
-
-    Returns the bound, None if a mesh has too many axes for the search, and the axes that it takes only together, as text: one for each
-    mesh on which there are any.
-    """
-    searcher = Searcher(step, topology, replace(options, memory_bytes=None))
-    meshes = [mesh]
-    if not mesh_is_fixed(request):
-        meshes += [other for other in options.meshes(step, request.num_devices, topology) if other != mesh]
-    lowest = float("inf")
-    setups = [with_blocks(step.graph, prepare(step.graph, replace(request, mesh=other))) for other in meshes]
-    if any(is_too_wide(step.graph, setup) for setup in setups):
-        return None, ()
-    for setup in setups:
-        found = searcher.search(setup, lowest)
-        assert not isinstance(found, Shortfall)
-        lowest = min(lowest, found.lower_bound_s)
-    return lowest, tuple(filter(None, (joined_axes(setup.mesh) for setup in setups)))
 
 
 def mesh_is_fixed(request: Request) -> bool:
@@ -356,11 +333,25 @@ class Budgets:
                 return found
             return best
 
-        for setup in setups:
-            best = search(setup, best, is_later=False)
+        left, is_known = list(setups), best is not None
+        while left:
+            best = search(left.pop(0), best, is_later=False)
+            if best is not None and not (is_known or self._meshes.is_small or schedule.stops_at_first):
+                left, is_known = self._priced_first(budget, left, bounds, best), True
         for setup in sorted(begun, key=lambda own: budget.costs_s.get(own.mesh, math.inf)) if schedule.later else ():
             best = search(setup, best, is_later=True)
         return best, short
+
+    def _priced_first(self, budget: Budget, left: list[Setup], bounds: dict[LogicalMesh, float], best: Found) -> list[Setup]:
+        """Bounds meshes at the prices of memory of the first plan, which is far from what they may have, and sorts them by these bounds."""
+        known_s = best.cost_s / (1 + budget.schedule.enough)
+        worth = [setup for setup in left if bounds[setup.mesh] < known_s]
+        if len(worth) > 1 and budget.prices and best.cost_s > min(bounds[own.mesh] for own in worth) * (1 + FAR):
+            for setup in worth:
+                mesh = setup.mesh
+                bounds[mesh] = self._meshes.bound_within(budget, self._fastest._replace(setup=setup), known_s, bounds[mesh])
+            left.sort(key=lambda own: bounds[own.mesh])
+        return left
 
 
 def _expected(look: Solution) -> float:

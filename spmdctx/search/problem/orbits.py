@@ -201,11 +201,13 @@ def resembling(tables: Tables, other: Tables) -> list[IntArray]:
 class Precedents:
     """Plans of programs that are nearly alike, by mesh: searches of others begin with the same states for the nodes that are like theirs.
 
-    Nodes are alike if their ops or values, their weights and their numbers among such nodes are.
+    Nodes are alike if their ops or values, their weights and their numbers among such nodes are. Meshes on which a program had no plan
+    within memory are kept, too.
     """
 
     def __init__(self) -> None:
         self._known: dict[LogicalMesh, tuple[dict[object, int], float]] = {}
+        self._short: dict[LogicalMesh, tuple[int, int]] = {}
 
     def keep(self, tables: Tables, states: Sequence[int], gap: float) -> None:
         """Keeps a plan within memory, and the share by which it costs more than the least without memory; 0 if that is not known."""
@@ -220,6 +222,15 @@ class Precedents:
         known, gap = self._known[tables.space.mesh]
         states = [_place(own, known.get(key)) for key, own in zip(_kinds_of(tables), _marks_of(tables), strict=True)]
         return tuple(_filled_in(problem, states)), gap
+
+    def keep_short(self, tables: Tables, memory_bytes: int) -> None:
+        """Keeps that no plan of a program was found on its mesh within so many bytes."""
+        self._short[tables.space.mesh] = len(tables.space.graph.ops), memory_bytes
+
+    def is_short(self, tables: Tables, memory_bytes: int) -> bool:
+        """Returns whether no plan of a program that is not larger was found on the mesh within as many bytes."""
+        num_ops, most_bytes = self._short.get(tables.space.mesh, (0, -1))
+        return len(tables.space.graph.ops) >= num_ops and memory_bytes <= most_bytes
 
 
 def _place(marks: IntArray, mark: int | None) -> int:

@@ -26,8 +26,8 @@ from spmdctx.ir.graph import Graph
 from spmdctx.ir.projection import FactorAxes
 from spmdctx.ir.sharding import AxisNames
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import Budget, MeshProblem
-from spmdctx.search.dynamic.formulation import Formulation
+from spmdctx.search.dynamic.budget import Budget
+from spmdctx.search.dynamic.formulation import Formulation, MeshProblem
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall
 from spmdctx.search.dynamic.searcher import mesh_is_fixed
 from spmdctx.search.problem.fold import Folding

@@ -18,9 +18,8 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.plan.data import PlannedGradient, Timing
 from spmdctx.plan.plan import Plan
 from spmdctx.plan.rows import LazyRows
-from spmdctx.search.dynamic.certificate import Certificate
+from spmdctx.search.dynamic.certificate import Certificate, lower_bound_s
 from spmdctx.search.dynamic.results import DynamicOptions
-from spmdctx.search.dynamic.searcher import lower_bound_s
 from spmdctx.search.dynamic.shortfall import over_budget
 from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.select import Shared, search

@@ -5,6 +5,7 @@ from dataclasses import replace
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic import searcher as searcher_module
+from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.mesh_search import MeshSearch
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import plan_dynamic
@@ -92,3 +93,29 @@ def test_a_plan_that_was_tried_by_itself_is_no_precedent():
     options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, schedule=schedule, precedents=precedents)
     found = plan_dynamic(step, request, machine, options)
     assert bill_of(step, found.assignment, found.setup.mesh, machine).safe_bytes <= budget
+
+
+def test_a_mesh_where_a_program_alike_has_no_plan_is_left_out_if_another_has_one(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    searched, run = list[tuple[int, ...]](), Budget.search_on
+    monkeypatch.setattr(Budget, "search_on", lambda self, own, known_s: searched.append(own.tables.space.mesh) or run(self, own, known_s))
+    left_out = 0
+    for seed in range(6200, 6230):
+        made, machine = random_step(seed, 12), random_machine(seed)
+        step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+        request = Request("auto_parallel", 8, None, None, (), frozenset(), (), (), frozenset())
+        free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
+        peak = bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes
+        options = DynamicOptions(memory_bytes=int(0.7 * peak), is_soft=True, small_program=0, large_program=0)
+        precedents, found, meshes = Precedents(), [], []
+        for _ in range(2):
+            searched.clear()
+            found.append(plan_dynamic(step, request, machine, replace(options, precedents=precedents)))
+            meshes.append(set(searched))
+        if isinstance(found[0], Shortfall):
+            assert meshes[1] == meshes[0]
+            continue
+        assert found[1].cost_s <= found[0].cost_s * 1.06
+        assert found[1].lower_bound_s <= found[0].cost_s * (1 + 1e-9)
+        left_out += len(meshes[0] - meshes[1])
+    assert left_out

@@ -22,6 +22,7 @@ from spmdctx.search.dynamic.searcher import Budgets, Searcher, plan_dynamic
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.meshes import candidate_meshes, sizes_of
 from spmdctx.search.setup.request import Request, Setup
+from spmdctx.search.solver.limited.constrained import Constrained
 from tests.oracles import exhaustive_tables
 from tests.oracles.exhaustive import Conditions, exhaustive
 from tests.search.random_graphs import fused, random_machine, random_mesh, random_pins, random_step
@@ -330,7 +331,7 @@ def test_a_mesh_without_a_plan_is_searched_again_only_where_no_other_mesh_had_on
         return found if fastest.setup is with_plan else Shortfall(0, 9, 9, fastest, is_cut=True)
 
     budgets = object.__new__(Budgets)
-    budgets._meshes = SimpleNamespace(within=within)
+    budgets._meshes = SimpleNamespace(within=within, is_small=True)
     first, second = (with_plan, without) if is_seen_first else (without, with_plan)
     budgets._setups, budgets._bounds = [first, second], {with_plan.mesh: 1.0, without.mesh: 1.0}
     budgets._fastest, budgets._best = Found(first, None, 1.0, 1.0, {}), None
@@ -339,6 +340,45 @@ def test_a_mesh_without_a_plan_is_searched_again_only_where_no_other_mesh_had_on
     found = budgets._cheapest(SimpleNamespace(schedule=schedule, options=options, costs_s={}))
     assert found.setup is with_plan
     assert searched == [(first, False), (second, False), *([] if is_seen_first else [(without, False)])]
+
+
+@pytest.mark.parametrize(("cost_s", "is_small", "order"), [(3.0, False, [0, 2]), (1.1, False, [0, 1, 2]), (3.0, True, [0, 1, 2])])
+def test_where_a_first_plan_is_far_from_the_fastest_its_prices_sort_the_meshes(cost_s, is_small, order):
+    setups = [SimpleNamespace(mesh=random_mesh(number)) for number in (3, 6, 9)]
+    costs, at_prices, searched = [cost_s, 2.9, 1.05], [None, 2.5, 1.01], []
+
+    def within(_budget, fastest, *_, **__):
+        searched.append(setups.index(fastest.setup))
+        return fastest._replace(cost_s=costs[searched[-1]], lower_bound_s=1.0)
+
+    budgets = object.__new__(Budgets)
+    bound_within = lambda _budget, fastest, *_: at_prices[setups.index(fastest.setup)]  # noqa: E731
+    budgets._meshes = SimpleNamespace(within=within, bound_within=bound_within, is_small=is_small)
+    budgets._setups, budgets._bounds = setups, {setup.mesh: 1.0 for setup in setups}
+    budgets._fastest, budgets._best = Found(setups[0], None, 1.0, 1.0, {}), None
+    options = SimpleNamespace(memory_bytes=8, is_soft=True)
+    budget = SimpleNamespace(schedule=Schedule((Attempt(THOROUGH),)), options=options, costs_s={}, prices=((0, 1.0),))
+    assert budgets._cheapest(budget).cost_s == 1.05
+    assert searched == order
+
+
+def test_bounds_at_prices_of_another_mesh_rule_out_no_cheaper_plan(monkeypatch):
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
+    monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
+    bounded, run = [], MeshSearch.bound_within
+    monkeypatch.setattr(MeshSearch, "bound_within", lambda *given: bounded.append(run(*given)) or bounded[-1])
+    for seed in range(4700, 4700 + 2 * TOGETHER):
+        made, machine = random_step(seed, 12), random_machine(seed)
+        free = plan_dynamic(_step(made), _request(16), machine, LARGE)
+        options = replace(LARGE, memory_bytes=int(_peak(made, free.setup.mesh, machine, free.assignment) * 0.7), is_soft=True)
+        found = []
+        for far in (float("inf"), -1.0):
+            monkeypatch.setattr(searcher_module, "FAR", far)
+            found.append(plan_dynamic(_step(made), _request(16), machine, options))
+        if not any(isinstance(own, Shortfall) for own in found):
+            assert max(own.lower_bound_s for own in found) <= min(own.cost_s for own in found) * (1 + 1e-9), seed
+    assert len(bounded) >= TOGETHER
 
 
 def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):

@@ -20,8 +20,8 @@ def _step(made):
     return Step(made.graph, made.scopes, made.from_literals, frozenset())
 
 
-def _tables(seed, shape, pins=None):
-    made, machine = random_step(seed, 5), random_machine(seed)
+def _tables(seed, shape, pins=None, num_ops=5):
+    made, machine = random_step(seed, num_ops), random_machine(seed)
     step = _step(made)
     setup = Setup(LogicalMesh.of(shape), partial_pins=pins(made.graph) if pins else {})
     return Searcher(step, machine, DynamicOptions())._meshes.formulation.tables(setup)
@@ -127,3 +127,13 @@ def test_a_search_begins_with_the_states_of_a_plan_for_nodes_that_are_alike():
         mine, theirs = set(orbits._kinds_of(tables)), set(orbits._kinds_of(others))
         kept += bool(mine & theirs) and bool(theirs - mine)
     assert kept
+
+
+def test_a_smaller_program_or_more_room_than_one_without_a_plan_is_searched():
+    tables, precedents = _tables(7200, (2, 2)), orbits.Precedents()
+    assert not precedents.is_short(tables, 0)
+    precedents.keep_short(tables, 100)
+    assert precedents.is_short(tables, 100)
+    assert not precedents.is_short(tables, 101)
+    assert not precedents.is_short(_tables(7200, (4,)), 100)
+    assert not precedents.is_short(_tables(7200, (2, 2), num_ops=3), 100)

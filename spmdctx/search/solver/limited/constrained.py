@@ -175,10 +175,7 @@ class Constrained:
         self._offer_flipped([choice.states for choice in choices[: 2 * MAX_REPAIRS]])
 
     def _wide(self) -> None:
-        """Solves a wide graph, whose minima are expensive.
-
-        Prices and messages rise together, then forests start from the decoded states, then rounds of improvement follow.
-        """
+        """Solves a wide graph, whose minima are expensive: prices rise by exact minima or with messages, then choices are improved."""
         known = self.known
         if known is None and len(self.graph.nodes()) <= MAX_FREE:
             free = minimise(self.graph, self.search)
@@ -207,9 +204,10 @@ class Constrained:
         steps = PRICE_STEPS if self._is_closable(self.graph) else PRICE_STEPS * 4 ** max(self.search.effort - 1, 0)
         ascent.run(steps, offer)
         offer(ascent.dual.decode(), True)
-        self.prices, self.beliefs = ascent.prices, ascent.best
+        # Cutting planes may have found better prices.
+        if ascent.bound + self.graph.base >= self.bound or not self.active:
+            self.prices, self.beliefs, self.active = ascent.prices, ascent.best, np.flatnonzero(ascent.prices).tolist()
         self._raise(ascent.bound + self.graph.base)
-        self.active = np.flatnonzero(self.prices).tolist()
 
     def _by_planes(self, known: Known) -> bool:
         """Finds prices by exact minima; returns whether no other prices give a much better bound."""
