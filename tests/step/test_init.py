@@ -110,6 +110,13 @@ def test_init_after_a_plan_with_static_arguments_keeps_them():
     assert planned._last.static.positional == ((1, "slow"),)
 
 
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "kind"}])
+def test_init_after_a_plan_keeps_static_arguments_before_the_state(static):
+    own = spmdctx.parallel(lambda kind, state, batch: with_static(state, kind, batch), parallel_mode="auto_parallel", **static)
+    own.plan("slow", jax.eval_shape(make), SHAPES)
+    assert own.init(make)["w"].sharding == own.in_shardings("slow", make(), SHAPES)[0]["w"]
+
+
 def test_methods_are_initialised_after_a_plan_by_name():
     trainer = Trainer()
     trainer.train.plan(state=STATE, batch=SHAPES)
