@@ -108,7 +108,11 @@ class Init:
         saved = {tensor.path: tensor for tensor in plan.inputs}
         found: list[str] = []
         for state in [(self._result,), *([self._result] if type(self._result) is tuple else [])]:
-            call, static = split_static(target.static, (*target.leading, *state), {})
+            own = list((*target.leading, *state))
+            for place in sorted(target.static.positions):
+                if place <= len(own):
+                    own.insert(place, None)  # no path has the value of a static argument
+            call, static = split_static(target.static, tuple(own), {})
             leaves = flattening_of(call).leaves
             here = [
                 (path, tuple(leaf.value.shape), str(leaf.value.dtype))
