@@ -108,7 +108,7 @@ class Init:
         saved = {tensor.path: tensor for tensor in plan.inputs}
         found: list[str] = []
         for state in [(self._result,), *([self._result] if type(self._result) is tuple else [])]:
-            own = list((*target.leading, *state))
+            own = [*target.leading, *state]
             for place in sorted(target.static.positions):
                 if place <= len(own):
                     own.insert(place, None)  # no path has the value of a static argument
