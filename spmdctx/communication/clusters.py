@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -135,7 +134,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Cluster | None:
         return None
     size = _of(environ, "OMPI_COMM_WORLD_SIZE")
     job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMIX_NAMESPACE", "")
-    port = _port(zlib.crc32(os.fsencode(job)))
+    port = _port(_sum(job))
     launcher = environ.get("OMPI_MCA_orte_hnp_uri", "")
     short, long = re.search(r"tcp://([^,:]+)", launcher), re.search(r"tcp6://\[([^,\]]+)", launcher)
     if environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") == str(size):
@@ -158,7 +157,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster | None:
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     hosts = environ["SLURM_STEP_NODELIST"]
     host = "127.0.0.1" if _ONE_HOST.fullmatch(hosts) else first_host(hosts)
-    port = _port(zlib.crc32(os.fsencode(f"{job}.{step}")))
+    port = _port(_sum(f"{job}.{step}"))
     own = _own_gpu(environ, "SLURM_LOCALID", environ.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     return Cluster("Slurm", f"{host}:{port}", _of(environ, "SLURM_STEP_NUM_TASKS"), _of(environ, "SLURM_PROCID"), own)
 
@@ -214,6 +213,11 @@ def _own_gpu(environ: Mapping[str, str], local_rank: str, per_machine: str) -> t
     return None if alone or (visible is not None and number >= len(visible.split(","))) else (number,)
 
 
+def _sum(text: str) -> int:
+    """Returns a number for a text that all processes of a job have, also one that no encoding takes."""
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
 def _port(number: int) -> int:
     """Returns a port that all processes of a job derive alike, and most likely no other job uses."""
     return _FIRST_PORT + number % _NUM_PORTS
@@ -227,19 +231,19 @@ def _of(environ: Mapping[str, str], name: str) -> int:
 
 def ports_of(cluster: Cluster) -> Iterator[int]:
     """Yields ports for a process of a job; no two processes of the job have one in common."""
-    first = _port(zlib.crc32(os.fsencode(cluster.address))) - _FIRST_PORT + 1
+    first = _port(_sum(cluster.address)) - _FIRST_PORT + 1
     for place in range(cluster.process_id, _NUM_PORTS - 1, cluster.num_processes):
         yield _FIRST_PORT + (first + place) % _NUM_PORTS
 
 
 def _number(name: str, text: str) -> int:
-    if not text.strip().isdecimal() or len(text.strip()) > _MAX_DIGITS:
+    if not text.strip().isdecimal() or not text.isascii() or len(text.strip()) > _MAX_DIGITS:
         raise ContextError(f"{name} must be a number of at most {_MAX_DIGITS} digits.", got=ascii(text[:40]))
     return int(text)
 
 
 def _checked_address(address: str, source: str) -> str:
     host, _, port = address.rpartition(":")
-    if not _HOST.fullmatch(host) or not port.isdecimal() or len(port) > _MAX_DIGITS or not 0 < int(port) < 1 << 16:
+    if not _HOST.fullmatch(host) or not port.isdecimal() or not port.isascii() or len(port) > _MAX_DIGITS or not 0 < int(port) < 1 << 16:
         raise ContextError(f"{source} gives no address of process 0.", got=ascii(address[:200]), need="host:port, with a port below 65536")
     return address

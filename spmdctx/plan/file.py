@@ -109,7 +109,8 @@ def parse_any_plan(text: str | bytes, where: str, kind: type[AnyPlan]) -> Any:
 
 
 def _any_plan_of(body: Any, where: str, kind: type[AnyPlan]) -> Any:
-    reader = _READERS.get(body.get("format", "")) if isinstance(body, dict) else None
+    kind_of_file = body.get("format") if isinstance(body, dict) else None
+    reader = _READERS.get(kind_of_file) if isinstance(kind_of_file, str) else None
     return _plan_of(body, where, kind) if reader is None else reader(body, where)
 
 

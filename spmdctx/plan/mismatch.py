@@ -285,8 +285,8 @@ def _check_ops(body: dict[str, Any], ops: Any, axes: dict[str, int]) -> None:
     for name, check in checks.items():
         check_at(f"ops {name}", list_of(check), ops[name])
         check_at(f"ops {name}", as_long_as(ops["primitive"]), ops[name])
-    for name in ("inputs", "outputs"):
-        check_at(f"ops {name}", list_of(operand), ops[name])
+    for name, one in (("inputs", value), ("outputs", operand)):  # a result may be a constant
+        check_at(f"ops {name}", list_of(one), ops[name])
         check_at(f"ops {name}", as_long_as(body[name]), ops[name])
     for rule, choice, operands, results in zip(*(ops[name] for name in ("rule", "axes", "operands", "results")), strict=True):
         check_at("ops axes", as_long_as(ops["rules"][rule][2]), ops["choices"][choice])

@@ -66,8 +66,9 @@ class Entry:
         self._owned = captured.owned
         sources = {leaf.carried_from for leaf in captured.outputs} - {None}
         self._carried = {index for index, owned in enumerate(captured.owned) if index in sources and not owned}
+        self._comes_back = self._carried | captured.given_back
         self.buffers = Buffers(captured)
-        self._is_state = [owned or index in self._carried for index, owned in enumerate(captured.owned)]
+        self._is_state = [owned or index in self._comes_back for index, owned in enumerate(captured.owned)]
         self._donated = [leaf.donated for leaf in captured.inputs]
         self._seen_avals: list[Any] = []
         self._seen_shardings: list[Any] | None = None
@@ -215,7 +216,7 @@ class Entry:
         if not isinstance(self.structure, PureStructure) or self.structure.has_functions:
             return None
         donated = [leaf.donated for leaf in self.captured.inputs]
-        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._carried, self.compiler_options)
+        return direct_call(self.program, self.structure, self.captured.in_avals, donated, self._comes_back, self.compiler_options)
 
     def lower(self, leaves: Sequence[Any]) -> jax.stages.Lowered:
         """Lowers the program that a call with these leaves runs; JAX shares the compiled program with such calls.

@@ -82,11 +82,15 @@ class Init:
                 "init needs a batch to plan for: no call was planned yet.",
                 fix="pass batch=, arrays or jax.ShapeDtypeStruct, or load a saved plan with strategy_ckpt_load_file",
             )
-        args, kwargs = known[0][len(target.leading) :], known[1]
+        num_leading = len(target.leading)
+        (dynamic, kwargs), fixed = split_static(target.static, tuple(known[0]), dict(known[1]))
+        args = dynamic[num_leading:]
         first = next(iter((*args, *_by_position(target, kwargs).values())), None)
         if type(first) is not tuple:  # then a tuple of states is no first argument
             states.reverse()
-        return _fitting(target, [_replaced(target, args, kwargs, state) for state in states if len(state) <= len(args) + len(kwargs)])
+        calls = [_replaced(target, args, kwargs, state) for state in states if len(state) <= len(args) + len(kwargs)]
+        whole = [fixed.join((*target.leading, *own), by_name) for own, by_name in calls]  # static arguments keep their places
+        return _fitting(target, [(own[num_leading:], by_name) for own, by_name in whole])
 
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, with each leaf split as the step takes it; leaves that the step does not take are replicated."""
@@ -104,7 +108,11 @@ class Init:
         saved = {tensor.path: tensor for tensor in plan.inputs}
         found: list[str] = []
         for state in [(self._result,), *([self._result] if type(self._result) is tuple else [])]:
-            call, static = split_static(target.static, (*target.leading, *state), {})
+            own = [*target.leading, *state]
+            for place in sorted(target.static.positions):
+                if place <= len(own):
+                    own.insert(place, None)  # no path has the value of a static argument
+            call, static = split_static(target.static, tuple(own), {})
             leaves = flattening_of(call).leaves
             here = [
                 (path, tuple(leaf.value.shape), str(leaf.value.dtype))

@@ -133,6 +133,12 @@ def test_slurm_gives_the_first_machine_of_the_step():
     assert detect({**SLURM, "SLURM_STEP_ID": "1"}).address != found.address
 
 
+@pytest.mark.parametrize("name", ["\ud800", "ä"])
+def test_a_job_may_have_any_text_for_its_name(name):
+    assert detect({**SLURM, "SLURM_JOB_ID": name}).address.startswith("node007:")
+    assert detect({**OPEN_MPI, "OMPI_MCA_ess_base_jobid": name}).num_processes == 8
+
+
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -180,6 +186,8 @@ def test_the_first_host_of_slurms_list(hosts, expected):
         ({**JOB_SET, "REPLICATED_JOB_NAME": "a/b"}, "no address of process 0"),
         ({**SLURM, "SLURM_STEP_NODELIST": "h h"}, "no address of process 0"),
         ({**LAUNCHED, "SPMDCTX_NUM_PROCESSES": "9" * 5000}, "SPMDCTX_NUM_PROCESSES must be a number"),
+        ({**LAUNCHED, "SPMDCTX_NUM_PROCESSES": "\u0664"}, "SPMDCTX_NUM_PROCESSES must be a number"),
+        ({**LAUNCHED, "SPMDCTX_ADDRESS": "head:\u0667000"}, "no address of process 0"),
         ({**LAUNCHED, "SPMDCTX_NUM_PROCESSES": "1" + "0" * 50}, "SPMDCTX_NUM_PROCESSES must be a number"),
         ({**LAUNCHED, "SPMDCTX_LOCAL_DEVICE_IDS": "0,x"}, "SPMDCTX_LOCAL_DEVICE_IDS must be a number"),
         ({**JOB_SET, "JOB_INDEX": "4x"}, "JOB_INDEX must be a number"),

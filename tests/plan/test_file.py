@@ -68,7 +68,7 @@ def test_text_that_is_no_json_is_refused(tmp_path, text):
         load_text(tmp_path, text)
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "other"}', "3"])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "other"}', '{"format": []}', '{"format": {}}', "3"])
 def test_json_that_is_no_plan_is_refused(tmp_path, text):
     with pytest.raises(PlanFormatError, match="its format is not 'spmdctx plan'"):
         load_text(tmp_path, text)
@@ -147,6 +147,7 @@ WRONG = {
     "a part of the cost more": lambda body: body["cost"].update(more=1),
     "a text that is none": lambda body: body["texts"].append(3),
     "a note that is none": lambda body: body["notes"].append(None),
+    "a constant for an input": lambda body: body["ops"]["inputs"].__setitem__(0, -1),
     "an operand that is no value": lambda body: body["ops"]["operands"][0].__setitem__(0, 99),
     "an operand too few": lambda body: body["ops"]["operands"][0].pop(),
     "a factor that the rule has not": lambda body: body["ops"]["rules"][0][0][0][0].append(7),

@@ -110,6 +110,28 @@ def test_init_after_a_plan_with_static_arguments_keeps_them():
     assert planned._last.static.positional == ((1, "slow"),)
 
 
+@pytest.mark.parametrize("static", [{"static_argnums": 0}, {"static_argnames": "kind"}])
+def test_init_after_a_plan_keeps_static_arguments_before_the_state(static):
+    own = spmdctx.parallel(lambda kind, state, batch: with_static(state, kind, batch), parallel_mode="auto_parallel", **static)
+    own.plan("slow", jax.eval_shape(make), SHAPES)
+    assert own.init(make)["w"].sharding == own.in_shardings("slow", make(), SHAPES)[0]["w"]
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_init_from_a_saved_plan_skips_static_arguments(tmp_path, place):
+    def with_kind(*values):
+        batch = values[2 if place < 2 else 1]
+        return with_static(values[1 if place < 1 else 0], values[place], batch)
+
+    given = [jax.eval_shape(make), SHAPES]
+    given.insert(place, "slow")
+    options = {"parallel_mode": "auto_parallel", "static_argnums": place}
+    planned = spmdctx.parallel(with_kind, **options)
+    planned.plan(*given).save(tmp_path / "plan.json")
+    again = spmdctx.parallel(with_kind, **options, strategy_ckpt_load_file=str(tmp_path / "plan.json"))
+    assert again.init(make)["w"].sharding == planned.in_shardings(*given)[0]["w"]
+
+
 def test_methods_are_initialised_after_a_plan_by_name():
     trainer = Trainer()
     trainer.train.plan(state=STATE, batch=SHAPES)

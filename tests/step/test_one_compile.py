@@ -132,6 +132,33 @@ def test_calls_after_whatever_came_before_compile_once(kind, begin, num_devices,
         assert calls(step, state, after, x, names) == (1, [])
 
 
+def counted_key_step(params, key, x):
+    key, own = jax.random.split(key)
+    return params + jax.random.normal(own, x.shape).sum(), key
+
+
+def counted_late_step(params, x, count, rate):
+    return params * rate + x.sum(), count + 1, {"mean": x.mean()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("make_key", [jax.random.key, jax.random.PRNGKey])
+def test_a_key_that_comes_back_compiles_once(make_key, mode):
+    step, state = step_of(counted_key_step, 8, parallel_mode=mode), (jnp.ones((8, 16)), make_key(0))
+    with compiles() as names:
+        assert calls(step, state, lambda state, result: result, jnp.ones((16, 8)), names) == (1, [])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_after_the_batch_compiles_once(mode):
+    step, params, count, x = step_of(counted_late_step, 8, parallel_mode=mode), jnp.ones((8, 16)), 0, jnp.ones((16, 8))
+    with compiles() as names:
+        for rate in (0.5, 0.25, 0.125):
+            params, count, _ = step(params, x, count, rate)
+    assert sum("counted" in name for name in names) == 1
+    assert step.plan(params, x, count, rate).inputs[-1].path == "rate"
+
+
 def test_an_object_replaced_between_calls_compiles_once():
     step, (model, optimizer) = step_of(counted_step, 1, parallel_mode="auto_parallel"), create_objects()
     with compiles() as names:

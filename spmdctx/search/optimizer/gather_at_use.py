@@ -61,6 +61,8 @@ def keep_at_rest(
     while waiting:
         value, sharding = waiting.pop()
         for op in readers.get(value, []):
+            if not op.results:
+                continue  # a callback that returns nothing
             result = op.results[0]
             if enters_whole(graph, op) and not layer_dim(graph, readers, result):
                 continue  # gathered once, and not in each iteration

@@ -35,13 +35,13 @@ def direct_call(
     structure: PureStructure,
     avals: Sequence[Any],
     donated: Sequence[bool],
-    carried: Collection[int],
+    comes_back: Collection[int],
     compiler_options: Mapping[str, Any],
 ) -> jax.stages.Wrapped | None:
     """Returns the program as a jitted function of the step's positional arguments, or None if the step takes keywords.
 
-    The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned. Leaves that
-    are `carried` from call to call must be on the mesh. Otherwise the program would be compiled for this call alone.
+    The function raises OtherArgumentsError, or jax's ValueError, for arguments that are not `avals` placed as planned. Leaves
+    that are results of the last call, `comes_back`, must be on the mesh. Otherwise the program would be compiled for this call alone.
     """
     positional, keywords = structure.in_form.tree.children()
     if keywords.num_leaves:
@@ -52,7 +52,7 @@ def direct_call(
     def step(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten((args, {}))
         given = signature([jax.typeof(leaf) for leaf in leaves])  # tracers; with disable_jit, what the user gave
-        if any(not has_mesh_type(leaves[index]) for index in carried if index < len(leaves)):
+        if any(not has_mesh_type(leaves[index]) for index in comes_back if index < len(leaves)):
             raise OtherArgumentsError
         is_explicit = has_explicit_axes() or any(map(has_explicit_type, leaves))
         if is_explicit or tree != structure.in_form.tree or given != expected or x64_is_on() != wide:

@@ -26,7 +26,7 @@ from spmdctx.trace.build.origins import at_home, definition_line
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.arguments import Call, Static
 from spmdctx.trace.capture.as_lowered import as_lowered
-from spmdctx.trace.capture.carry import Span, carried_leaves
+from spmdctx.trace.capture.carry import Span, carried_leaves, given_back
 from spmdctx.trace.capture.objects import ObjectFlattening, has_objects, model_name
 from spmdctx.trace.capture.partitioning import PartitionNames, batch_axes, notes_on_rules
 from spmdctx.trace.capture.portable.axis_names import explaining_axis_names
@@ -135,6 +135,19 @@ class Captured:
     def carried(self) -> tuple[tuple[int, int], ...]:
         """Pairs (output index, input index) of state that goes in and comes out."""
         return tuple((index, leaf.carried_from) for index, leaf in enumerate(self.outputs) if leaf.carried_from is not None)
+
+    @property
+    def given_back(self) -> frozenset[int]:
+        """Inputs outside of the batch that are no known state, but most likely are given the results of the last call."""
+        owned = self.owned or (False,) * len(self.inputs)
+        known = {source for _, source in self.carried}
+        asked = {
+            index: leaf.role is Role.KEY
+            for index, leaf in enumerate(self.inputs)
+            if not owned[index] and index not in known and leaf.role is not Role.BATCH
+        }
+        new = [index for index, leaf in enumerate(self.outputs) if leaf.carried_from is None]
+        return given_back(self.jaxpr.jaxpr, asked, new)
 
     @property
     def in_avals(self) -> tuple[Any, ...]:

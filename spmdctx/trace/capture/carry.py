@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -65,6 +65,26 @@ def carried_leaves(arguments: Sequence[Span], in_avals: Avals, result: Span, out
                 candidates = [child for child in children(part) if child.tree.num_leaves and not _is_bare(child.tree)]
         all_before = all_before and matched
     return found
+
+
+def given_back(jaxpr: jexc.Jaxpr, inputs: Mapping[int, bool], outputs: Collection[int]) -> frozenset[int]:
+    """Returns the inputs whose next value is most likely among results that are known as no argument's next value.
+
+    A later call then gives such a result as the argument. An order of arguments in which `carried_leaves` does not look is enough
+    for this, and a key, whose next value no element-wise ops make, needs the same type only.
+
+    Args:
+        jaxpr: the flat program.
+        inputs: the flat inputs in question, and whether each is a key.
+        outputs: the flat results.
+    """
+    types = {output: _signature(jaxpr.outvars[output].aval) for output in outputs}
+    alike = {index: [place for place, own in types.items() if own == _signature(jaxpr.invars[index].aval)] for index in inputs}
+    return frozenset(
+        index
+        for index, is_key in inputs.items()
+        if alike[index] and (is_key or any(_is_update(jaxpr, index, place) for place in alike[index]))
+    )
 
 
 def _next_value(

@@ -162,6 +162,20 @@ def test_a_level_splits_the_state_and_the_third_the_weights_too(level):
     assert {path for path, own in found.items() if own} == set(found) - small - (set() if level == "level3" else weights)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_callback_without_a_result_sees_the_whole_weight(level):
+    seen, (params, *rest) = [], arguments(OPTIMIZERS["adamw"])
+
+    def step(params, *rest):
+        jax.debug.callback(seen.append, params["up"])
+        return step_of(OPTIMIZERS["adamw"])(params, *rest)
+
+    jax.block_until_ready(parallel(step, level)(params, *rest))
+    jax.effects_barrier()
+    np.testing.assert_array_equal(seen[0], params["up"])
+    assert len(seen) == 1
+
+
 def test_the_second_level_splits_gradients_of_parameters_without_state():
     tx = optax.sgd(1e-2)
     kinds = [Counter(row.kind for row in parallel(step_of(tx), level).plan(*arguments(tx)).collectives) for level in LEVELS[:2]]
