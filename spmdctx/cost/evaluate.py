@@ -362,10 +362,9 @@ class _Evaluator:
             return 0.0
         known = self.graph.values[value]
         exposed = 1.0 - self.overlap.gather_share(value, self.topology)
-        seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
-        if self.passing[value]:
-            seconds += written_s(known, source, self.mesh, self.topology)
-        return seconds * exposed
+        seconds = exposed * reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
+        # Writing is no communication: none of it hides.
+        return seconds + written_s(known, source, self.mesh, self.topology) if self.passing[value] else seconds
 
 
 def tied_with(graph: Graph, values: frozenset[int]) -> frozenset[int]:

@@ -409,13 +409,11 @@ class _Everything:
         if self.summed.keeps(value, is_made=is_made) and not {*axes_of(source)} >= {*axes_of(target)}:
             return float("inf")
         known, exposed = self.graph.values[value], 1.0 - self.overlap.gather_share(value, self.topology)
-        seconds = reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
+        seconds = exposed * reshard_time_s(known.shape, size or item_bytes(known.dtype), source, target, self.mesh, self.topology)
         if self.passing[value]:
             seconds += written_s(known, source, self.mesh, self.topology)
         turned = is_made and value in self.graph.outputs
-        return seconds * exposed + (
-            turned_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) if turned else 0.0
-        )
+        return seconds + (turned_s(known.shape, item_bytes(known.dtype), source, target, self.mesh, self.topology) if turned else 0.0)
 
     def _assignment(self, chosen: Mapping[object, int]) -> Assignment:
         ops = [OpSharding(((),) * len(op.rule.sizes)) for op in self.graph.ops]

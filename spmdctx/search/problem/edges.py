@@ -16,9 +16,9 @@ from spmdctx.ir.primitives import OUTSIDE
 
 
 class EdgeRow(NamedTuple):
-    """One row: result `result` of `source` goes to operand `position` of `target`, `weight` times a step.
+    """One row: result `result` of `source` goes to operand `position` of `target`, `times` a step.
 
-    `value` is one of the values that do.
+    `weight` is less where part of its communication hides; `value` is one of the values that do.
     """
 
     source: int
@@ -27,6 +27,7 @@ class EdgeRow(NamedTuple):
     position: int
     narrow: bool
     weight: float
+    times: float
     value: int
 
 
@@ -39,12 +40,13 @@ class EdgeRows(NamedTuple):
     positions: IntArray
     narrow: BoolArray
     weights: FloatArray
+    times: FloatArray
     values: IntArray
 
     def where(self, chosen: IntArray | BoolArray) -> EdgeRows:
         """Returns the rows that are chosen."""
         ends = self.sources[chosen], self.results[chosen], self.targets[chosen], self.positions[chosen]
-        return EdgeRows(*ends, self.narrow[chosen], self.weights[chosen], self.values[chosen])
+        return EdgeRows(*ends, self.narrow[chosen], self.weights[chosen], self.times[chosen], self.values[chosen])
 
     def before(self, places: Sequence[int], rows: Sequence[EdgeRow]) -> EdgeRows:
         """Inserts more rows, each before the row at its place."""
@@ -56,7 +58,7 @@ class EdgeRows(NamedTuple):
     def summed(self) -> Iterator[EdgeRow]:
         """Yields one row for all rows with the same ends, in the order of their first rows.
 
-        Its weight is the sum of the weights, its value that of the first row.
+        Its weight and times are sums of theirs, its value is that of the first row.
         """
         if not len(self.values):
             return
@@ -65,8 +67,8 @@ class EdgeRows(NamedTuple):
             key = key * (int(column.max()) + 1) + column
         _, first, which = np.unique(key, return_index=True, return_inverse=True)
         order = np.argsort(first)
-        weights: FloatArray = np.bincount(which, weights=self.weights).astype(np.float64)
-        firsts = self.where(first[order])._replace(weights=weights[order])
+        weights, times = (np.bincount(which, weights=own).astype(np.float64)[order] for own in (self.weights, self.times))
+        firsts = self.where(first[order])._replace(weights=weights, times=times)
         yield from map(EdgeRow, *(own.tolist() for own in firsts))
 
 

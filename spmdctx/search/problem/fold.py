@@ -8,7 +8,8 @@ Ops whose results reach no further matrix product (the update of one parameter, 
 so that they follow the gradient from which they come.
 
 Classes of few members are not folded: they are rarely layers. Ops on scores and on the transposed scores look alike, too, but need
-different splits.
+different splits. Nor is anything folded in a small program, or where that leaves most classes: a search without the fold takes as little
+time there, and proves its plan against all others.
 
 A fold only restricts the choices, because all members of a class decide alike. The cost of every choice stays exact.
 """
@@ -28,8 +29,9 @@ from spmdctx.search.problem.space import Space
 
 ROUNDS = 3
 UPDATE_ROUNDS = 8
-SMALL = 200
+SMALL = 500
 FEW = 2
+MOST = 2 / 3
 
 
 class Folding(NamedTuple):
@@ -39,11 +41,13 @@ class Folding(NamedTuple):
         rounds: how far around ops of one class must be alike.
         small_program: ops up to which nothing is folded: every op decides on its own.
         few: members up to which a class is not folded either.
+        most: share of the ops and slots up to which a fold may leave classes; else it is not worth what it hides.
     """
 
     rounds: int = ROUNDS
     small_program: int = SMALL
     few: int = FEW
+    most: float = MOST
 
 
 FOLDING = Folding()
@@ -93,17 +97,24 @@ def fold(
     """
     around = _around(space)
     colours = _first_colours(space, op_marks, slot_marks)
-    if len(space.op_slots) <= folding.small_program:
-        op_colour, slot_colour = (np.arange(len(own)) for own in colours)
-    else:
+    ops, slots = _deciding(space), sorted(set(around.slots.tolist()))
+    if len(space.op_slots) > folding.small_program:
         for _ in range(folding.rounds):
             colours = _refined(colours, around)
         if terminal:
             colours = _with_updates(space, colours, around, terminal)
-        op_colour, slot_colour = colours
-    taking_part = sorted(set(around.slots.tolist()))
-    op_class, op_members = _classes(_few_apart(op_colour, folding.few), _deciding(space))
-    slot_class, slot_members = _classes(_few_apart(slot_colour, folding.few), taking_part)
+        op_colour, slot_colour = (_few_apart(own, folding.few) for own in colours)
+        left = len(np.unique(op_colour[ops])) + len(np.unique(slot_colour[slots]))
+        if left <= folding.most * (len(ops) + len(slots)):
+            return _fold_of(op_colour, ops, slot_colour, slots)
+    op_colour, slot_colour = (np.arange(len(own)) for own in colours)
+    return _fold_of(op_colour, ops, slot_colour, slots)
+
+
+def _fold_of(op_colour: IntArray, ops: list[int], slot_colour: IntArray, slots: list[int]) -> Fold:
+    """Returns the classes of some ops and slots by their colours."""
+    op_class, op_members = _classes(op_colour, ops)
+    slot_class, slot_members = _classes(slot_colour, slots)
     return Fold(op_class, slot_class, op_members, slot_members)
 
 

@@ -55,9 +55,13 @@ class Carry(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of an edge: its weight in a step, and one of the values that it carries."""
+    """The load of an edge: its weight in a step, how often it carries something, and one of the values that it carries.
+
+    The weight counts each time by the share of its communication that cannot hide. Writing a value that moves hides never.
+    """
 
     weight: float
+    times: float
     value: int
 
 
@@ -102,12 +106,12 @@ class Network:
         space, kinds = self.space, dict[tuple[object, ...], int]()
         graph, outputs = space.graph, frozenset(space.graph.outputs)
         found = []
-        for (source, _, position, narrow), (weight, value) in self.carries.items():
+        for (source, _, position, narrow), (weight, times, value) in self.carries.items():
             made, known = self.nodes[source.node], graph.values[value]
             is_op = made.sort == "op"
             op = (space.kind_of[made.member], made.joins) if is_op else None
             sums = self.summed.keeps(value, is_made=is_op), space.passing[value], value in outputs
-            key = (source.result, position, narrow, weight, known.shape, known.dtype, op, *sums)
+            key = (source.result, position, narrow, weight, times, known.shape, known.dtype, op, *sums)
             found.append(kinds.setdefault(key, len(kinds)))
         return found
 
@@ -242,8 +246,8 @@ def _add_uses(network: Network) -> None:
 
 def _add_carries(network: Network, found: OverlapCandidates) -> None:
     """Adds one edge for all rows with the same ends, in the order of the ops that first have them."""
-    for source, result, target, position, slim, weight, value in _edge_rows(network, found).summed():
-        network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, value)
+    for source, result, target, position, slim, weight, times, value in _edge_rows(network, found).summed():
+        network.carries[Carry(Source(source, result), target, position, slim)] = Load(weight, times, value)
 
 
 def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
@@ -258,6 +262,7 @@ def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
     at_slot = slot_nodes[np.array(folded.slot_class, dtype=np.int64)[every.slots]]
     made = every.is_result
     reading, making = edge_repeats(space.graph)
+    times = np.where(made, making[every.ops], reading[every.ops]).astype(np.float64)
     exposed = np.where(np.frombuffer(found.weights, dtype=np.uint8)[:-1] != 0, 1.0 - space.topology.compiler.gather_overlap, 1.0)
     columns = EdgeRows(
         np.where(made, at_op, at_slot),
@@ -265,7 +270,8 @@ def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
         np.where(made, at_slot, at_op),
         np.where(made, 0, every.positions),
         ~made & _is_narrow(space, every),
-        np.where(made, making[every.ops], reading[every.ops]) * exposed[every.values],
+        times * exposed[every.values],
+        times,
         every.values,
     )
     kept = at_op >= 0
@@ -296,6 +302,7 @@ def _by_uses(network: Network, rows: EdgeRows, every: Incidences) -> EdgeRows:
         if key not in feeding:
             places.append(place)
             source, result = int(rows.sources[place]), int(rows.results[place])
-            feeding[key] = EdgeRow(source, result, use, 0, bool(rows.narrow[place]), float(rows.weights[place]), key[0])
+            load = float(rows.weights[place]), float(rows.times[place]), key[0]
+            feeding[key] = EdgeRow(source, result, use, 0, bool(rows.narrow[place]), *load)
         rows.sources[place], rows.results[place] = use, 0
     return rows.before(places, list(feeding.values()))

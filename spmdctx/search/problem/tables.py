@@ -182,7 +182,7 @@ class Tables:
         """Returns the seconds of an edge for each pair of states of the nodes at its ends, or of `ends` in their places."""
         source, target = ends or EdgeChoices(self.choices[carry.source.node], self.choices[carry.target])
         stored, taken = source.stored[carry.source.result], target.taken[carry.position]
-        weight, value = load
+        weight, times, value = load
         known = self.space.graph.values[value]
         given, asked = source.given, target.asked
         unreduced = any(bits is not None and bool(bits.any()) for bits in (given, asked))
@@ -199,6 +199,7 @@ class Tables:
             known.shape,
             size,
             weight,
+            times,
             (id(given), id(asked)) if unreduced else None,
             (carry.position, id(target.states)) if follows else None,
             reduction,
@@ -211,9 +212,9 @@ class Tables:
             # Weighting comes first, while the table is small. Columns are taken before rows, so that rows are then copied whole.
             table = (self.reshard_s(known.shape, size) * weight).take(taken, axis=1).take(stored, axis=0)
             if written:
-                table += self._written_s(known.shape, written, stored, taken) * weight
+                table += self._written_s(known.shape, written, stored, taken) * times
             if is_turned:
-                table += self._turning_s(known.shape).take(taken, axis=1).take(stored, axis=0) * (weight * item_bytes(known.dtype))
+                table += self._turning_s(known.shape).take(taken, axis=1).take(stored, axis=0) * (times * item_bytes(known.dtype))
             if unreduced:
                 table = self._with_unreduced(table, source, target, stored, taken)
             if reduction is not None and target.split is None:

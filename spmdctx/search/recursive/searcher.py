@@ -48,7 +48,7 @@ DEFAULT_MEM_COEFF = 0.1
 _TOLERANCE = 0.02
 """The gap above the optimum at which a search may end."""
 
-_FOLDING = Folding(rounds=1)
+_FOLDING = Folding(rounds=1, small_program=200, most=1.0)
 """Lets the first and last layers be split like those between. That halves the nodes, and plans are as good."""
 
 

@@ -9,25 +9,26 @@ from spmdctx.search.problem.edges import EdgeRow, EdgeRows
 
 
 def table(rows):
-    kinds = (np.int64, np.int64, np.int64, np.int64, bool, np.float64, np.int64)
+    kinds = (np.int64, np.int64, np.int64, np.int64, bool, np.float64, np.float64, np.int64)
     return EdgeRows(*(np.array([row[place] for row in rows], dtype=kind) for place, kind in enumerate(kinds)))
 
 
 def row(source, target, weight, value, result=0, position=0, narrow=False):
-    return EdgeRow(source, result, target, position, narrow, weight, value)
+    return EdgeRow(source, result, target, position, narrow, weight, 2 * weight, value)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_sums_are_those_of_one_row_after_the_other(seed):
     draw = random.Random(seed)
     rows = [
-        EdgeRow(draw.randrange(4), draw.randrange(2), draw.randrange(4), draw.randrange(3), draw.random() < 0.3, draw.random(), number)
+        EdgeRow(*map(draw.randrange, (4, 2, 4, 3)), draw.random() < 0.3, draw.random(), draw.random(), number)
         for number in range(draw.randrange(1, 200))
     ]
     expected = {}
     for one in rows:
-        known = expected.setdefault(one[:5], [0.0, one.value])
+        known = expected.setdefault(one[:5], [0.0, 0.0, one.value])
         known[0] += one.weight
+        known[1] += one.times
     # Equal to the last bit, and in the order of the first rows.
     assert list(table(rows).summed()) == [EdgeRow(*way, *rest) for way, rest in expected.items()]
 

@@ -53,7 +53,7 @@ def test_a_small_program_is_not_folded():
 
 
 def test_layers_in_the_middle_share_their_classes():
-    count = 60
+    count = 130
     graph = _shared_rules(_layers(count))
     folded = _fold(graph)
     middle = folded.op_class[30 * PER_LAYER : 31 * PER_LAYER]
@@ -65,7 +65,7 @@ def test_layers_in_the_middle_share_their_classes():
 
 
 def test_fewer_rounds_look_less_far_and_make_fewer_classes():
-    graph = _shared_rules(_layers(60))
+    graph = _shared_rules(_layers(130))
     near, far = _fold(graph, rounds=1), _fold(graph)
     assert len(near.op_members) < len(far.op_members)
     # What is alike far around is alike nearby.
@@ -75,10 +75,19 @@ def test_fewer_rounds_look_less_far_and_make_fewer_classes():
 
 
 def test_few_ops_that_look_alike_decide_for_themselves():
-    together, apart = (_fold(_shared_rules(_layers(8)), small_program=0, few=few) for few in (1, 3))
+    together, apart = (_fold(_shared_rules(_layers(8)), small_program=0, few=few, most=1.0) for few in (1, 3))
     assert {len(own) for own in together.op_members} == {1, 3, 4, 5, 6}
     assert {len(own) for own in apart.op_members} == {1, 4, 5, 6}
     assert not {2, 3} & {len(own) for own in apart.slot_members}
+
+
+def test_a_fold_that_leaves_most_classes_is_none():
+    graph = _shared_rules(_layers(8))
+    folded, whole = _fold(graph, small_program=0, most=1.0), _fold(graph, small_program=1000)
+    left, every = (len(own.op_members) + len(own.slot_members) for own in (folded, whole))
+    assert 0.3 < left / every < 0.95
+    assert _fold(graph, small_program=0, most=left / every) == folded
+    assert _fold(graph, small_program=0, most=0.99 * left / every) == whole
 
 
 def _two_towers(weights, state, left, right):
@@ -104,7 +113,6 @@ def test_scores_and_transposed_scores_are_split_along_the_same_axes():
     arguments = weights, jax.eval_shape(optax.adamw(1e-3).init, weights), floats(4096, 2048), floats(4096, 768)
     machine = {"device_num": 8, "topology": "tpu-v5e"}
     found = plan(_two_towers, *arguments, parallel_mode="auto_parallel", **machine)
-    assert len(found.ops) > Folding().small_program
     config = {"optimizer_level": "level3"}
     rival = plan(
         _two_towers,
@@ -118,8 +126,34 @@ def test_scores_and_transposed_scores_are_split_along_the_same_axes():
     assert found.lower_bound_s <= found.cost.total_s <= rival.cost.total_s
 
 
+def test_three_towers_are_planned_to_the_end():
+    """Each pair of towers has scores and transposed scores. Folded, the plan is 7 % slower, and not proven."""
+    widths = (2048, 1024, 640)
+
+    def floats(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    def loss(weights, *batch):
+        ends = []
+        for own, x in zip(weights, batch, strict=True):
+            x = jnp.tanh(jax.nn.gelu(x @ own[0]) @ own[1]) @ own[2]
+            ends.append(x / jnp.linalg.norm(x, axis=-1, keepdims=True))
+        pairs = [ends[first] @ ends[second].T for first, second in ((0, 1), (0, 2), (1, 2))]
+        return -sum(jnp.diagonal(jax.nn.log_softmax(own)).mean() for scores in pairs for own in (scores, scores.T))
+
+    def step(weights, state, *batch):
+        updates, state = optax.adamw(1e-3).update(jax.grad(loss)(weights, *batch), state, weights)
+        return optax.apply_updates(weights, updates), state
+
+    weights = [[floats(width, 1536), floats(1536, 1536), floats(1536, 512)] for width in widths]
+    arguments = weights, jax.eval_shape(optax.adamw(1e-3).init, weights), *[floats(4096, width) for width in widths]
+    found = plan(step, *arguments, parallel_mode="auto_parallel", device_num=8, topology="h100", memory_bytes=1 << 60)
+    assert len(found.ops) > Folding().small_program
+    assert found.gap == 0
+
+
 def test_every_member_knows_its_class():
-    graph = _shared_rules(_layers(60))
+    graph = _shared_rules(_layers(130))
     folded = _fold(graph)
     for class_of, members in ((folded.op_class, folded.op_members), (folded.slot_class, folded.slot_members)):
         assert all(class_of[member] == number for number, own in enumerate(members) for member in own)
@@ -127,8 +161,8 @@ def test_every_member_knows_its_class():
 
 
 def test_a_mark_keeps_an_op_or_a_slot_apart():
-    graph = _shared_rules(_layers(60))
-    middle = 30 * PER_LAYER
+    graph = _shared_rules(_layers(130))
+    middle = 65 * PER_LAYER
     marks = [int(index == middle) for index in range(len(graph.ops))]
     assert _fold(graph, op_marks=marks).op_members[_fold(graph, op_marks=marks).op_class[middle]] == [middle]
     value = graph.ops[middle].results[0]
@@ -142,12 +176,12 @@ def test_a_fold_only_restricts():
     step = Step(graph, (0,) * len(graph.ops), frozenset(), frozenset())
     costs = {}
     for small in (Folding().small_program, 0):
-        found = Searcher(step, machine, DynamicOptions(folding=Folding(small_program=small))).search(Setup(MESH))
+        found = Searcher(step, machine, DynamicOptions(folding=Folding(small_program=small, most=1.0))).search(Setup(MESH))
         seconds = evaluate(graph, step.scopes, frozenset(), found.assignment, MESH, machine)
         assert seconds.total_s == pytest.approx(found.cost_s, rel=1e-9)
         assert seconds.reshard_s + seconds.reduction_s > 0
         costs[small] = found
-    assert costs[0].cost_s >= costs[200].cost_s * (1 - 1e-9)
+    assert costs[0].cost_s >= costs[Folding().small_program].cost_s * (1 - 1e-9)
 
 
 def _refined_by_name(graph, rounds):
@@ -179,7 +213,7 @@ def _numbers(keys):
 def test_classes_are_those_of_colours_written_out(seed, rounds):
     step = random_step(seed)
     graph = _shared_rules(step)
-    folded = _fold(graph, rounds=rounds, small_program=0, few=1)
+    folded = _fold(graph, rounds=rounds, small_program=0, few=1, most=1.0)
     op_colour, slot_colour = _refined_by_name(graph, rounds)
     for classes, colours in ((folded.op_class, op_colour), (folded.slot_class, slot_colour)):
         pairs = {(own, colour) for own, colour in zip(classes, colours, strict=True) if own >= 0}

@@ -76,7 +76,7 @@ def test_gathers_of_weights_weigh_less_where_they_hide():
     make = StepMaker()
     make.dot(make.input(8, 8, role=Role.BATCH), make.input(8, 8, role=Role.PARAMETER))
     network = _network(make.finish(), replace(MACHINE, gather_overlap=0.75))
-    assert sorted(load.weight for load in network.carries.values()) == [0.25, 1, 1]
+    assert sorted((load.weight, load.times) for load in network.carries.values()) == [(0.25, 1), (1, 1), (1, 1)]
 
 
 def test_tied_values_have_one_place():
