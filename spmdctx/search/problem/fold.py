@@ -32,6 +32,7 @@ UPDATE_ROUNDS = 8
 SMALL = 500
 FEW = 2
 MOST = 2 / 3
+LARGE = 900
 
 
 class Folding(NamedTuple):
@@ -42,12 +43,14 @@ class Folding(NamedTuple):
         small_program: ops up to which nothing is folded: every op decides on its own.
         few: members up to which a class is not folded either.
         most: share of the ops and slots up to which a fold may leave classes; else it is not worth what it hides.
+        large_program: ops from which a fold may leave more. Searches within memory are limited there, and take other ways without it.
     """
 
     rounds: int = ROUNDS
     small_program: int = SMALL
     few: int = FEW
     most: float = MOST
+    large_program: int = LARGE
 
 
 FOLDING = Folding()
@@ -105,7 +108,7 @@ def fold(
             colours = _with_updates(space, colours, around, terminal)
         op_colour, slot_colour = (_few_apart(own, folding.few) for own in colours)
         left = len(np.unique(op_colour[ops])) + len(np.unique(slot_colour[slots]))
-        if left <= folding.most * (len(ops) + len(slots)):
+        if left <= folding.most * (len(ops) + len(slots)) or len(space.op_slots) >= folding.large_program:
             return _fold_of(op_colour, ops, slot_colour, slots)
     op_colour, slot_colour = (np.arange(len(own)) for own in colours)
     return _fold_of(op_colour, ops, slot_colour, slots)

@@ -88,6 +88,7 @@ def test_a_fold_that_leaves_most_classes_is_none():
     assert 0.3 < left / every < 0.95
     assert _fold(graph, small_program=0, most=left / every) == folded
     assert _fold(graph, small_program=0, most=0.99 * left / every) == whole
+    assert _fold(graph, small_program=0, most=0.99 * left / every, large_program=len(graph.ops)) == folded
 
 
 def _two_towers(weights, state, left, right):
