@@ -98,10 +98,10 @@ class Budget:
         """Returns a bound of a mesh's plans within the budget: at the last prices of memory, after little work."""
         prices = self.prices
         run = _Run(self, mesh, PRICED, known_s)
-        bound_s = run.result().lower_bound_s
+        _, solution = run.solved()
         self.spent += run.allowance.spent + _ATTEMPT_WORK
         self.prices = prices
-        return bound_s
+        return solution.lower_bound if isinstance(solution, Solution) else solution.lower_bound_s
 
     def _search(
         self, mesh: MeshProblem, attempts: Sequence[Attempt], standing: Standing, result: Found | Shortfall | Beaten | None
@@ -187,13 +187,18 @@ class _Run:
                 return result
         return self._out_of_limits()
 
-    def _round(self) -> Found | Shortfall | Beaten | None:
-        """Tries one limit; returns None where another try may help."""
+    def solved(self) -> tuple[Problem, Solution | Shortfall]:
+        """Solves the problem of the present limit; returns it without what is reserved for results, and its solution."""
         mesh, limits = self._mesh, self._limits
         memory, only_stored, spread = self._formulation.memory, self._effort.only_stored, self._budget.spread
         plain = with_memory(mesh.tables, mesh.problem, memory, limits.limit, self._copies, only_stored=only_stored, spread=spread)
         limited = with_reserved(plain, mesh.tables, memory, limits.reserved, spread)
-        solution = self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+        return plain, self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
+
+    def _round(self) -> Found | Shortfall | Beaten | None:
+        """Tries one limit; returns None where another try may help."""
+        limits = self._limits
+        plain, solution = self.solved()
         if limits.reserved and isinstance(solution, Shortfall):
             solution = solution._replace(is_proven=False, lower_bound_s=0.0)
         if limits.proves and isinstance(solution, Solution):
