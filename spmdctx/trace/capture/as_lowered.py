@@ -4,6 +4,8 @@ While loops whose elements end one by one get one predicate, and run until no el
 sampling of gamma distributions. The plan then counts what every iteration communicates to know whether an element goes on, and the second
 test that chooses between states.
 
+A scan of no iterations gives its first state and empty stacks, which is all that XLA leaves of it.
+
 A `device_put` to a NamedSharding is a sharding constraint, and a move to another memory where it names one.
 
 Ordered calls of `jax.debug`, which JAX refuses on several devices, become ordered calls of `io_callback`, which it places on one.
@@ -17,10 +19,11 @@ from typing import Any
 
 import jax
 import jax.extend.core as jexc
+import jax.numpy as jnp
 from jax.experimental import io_callback
 from jax.sharding import NamedSharding
 
-from spmdctx._compat import gamma_sampler, ordered_effects
+from spmdctx._compat import gamma_sampler, ordered_effects, scan_counts
 from spmdctx.rules.control_flow import opened, with_bodies
 from spmdctx.trace.build.jaxprs.equations import renamed, structs_of, written
 
@@ -47,7 +50,22 @@ def _rewritten(body: Any) -> Any:
 def _equations(eqn: Any) -> list[Any]:
     if eqn.primitive.name == "device_put" and any(map(_is_split, eqn.params["devices"])):
         return _constrained(eqn)
+    if eqn.primitive.name == "scan" and not eqn.params["length"]:
+        return _without_iterations(eqn)
     return [_equation(eqn)]
+
+
+def _without_iterations(eqn: Any) -> list[Any]:
+    """Returns copies of a loop's first state, and its empty stacks."""
+    num_constants, num_carried = scan_counts(eqn.params)
+    stacks = structs_of(eqn.outvars[num_carried:])
+
+    def first(*state: Any) -> list[Any]:
+        return [*map(jnp.copy, state), *(jax.lax.full(own.shape, 0, own.dtype) for own in stacks)]
+
+    eqns, atoms = written(first, eqn.invars[num_constants : num_constants + num_carried], eqn.source_info)
+    results = dict(zip(atoms, eqn.outvars, strict=True))
+    return [own.replace(outvars=[results.get(var, var) for var in own.outvars]) for own in eqns]
 
 
 def _is_split(place: Any) -> bool:

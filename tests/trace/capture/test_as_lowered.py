@@ -154,3 +154,21 @@ def test_a_move_to_the_memory_of_the_host_stays_one():
     constraint, move = jaxpr.eqns
     assert constraint.params["sharding"].spec == P("data")
     assert move.params["devices"] == (jax.memory.Space.Host,)
+
+
+@pytest.mark.parametrize("mode", ["recursive_programming", "dynamic_programming", None])
+def test_a_scan_of_no_iterations_gives_its_first_state_and_empty_stacks(mode):
+    nothing = jnp.zeros((0, 16, 8))
+
+    def step(x, key):
+        inner = lambda c: jax.lax.scan(lambda c, a: (c * a, c), c, nothing)[0] + 1  # noqa: E731
+        outer, stack = jax.lax.scan(lambda c, a: (c * a, (c.sum(), key)), x, nothing)
+        return (*jax.lax.scan(lambda c, _: (inner(c), c[0]), outer, None, length=3), *stack)
+
+    x, key = jnp.arange(128.0).reshape(16, 8), jax.random.key(0)
+    how = {"parallel_mode": "auto_parallel", "search_mode": mode} if mode else {"parallel_mode": "data_parallel"}
+    planned = spmdctx.parallel(step, device_num=8, **how)
+    for got, wanted in zip(planned(x, key)[:3], step(x, key)[:3], strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert planned(x, key)[3].shape == (0,)
+    assert planned.audit(x, key).ok
