@@ -89,7 +89,7 @@ class DynamicOptions:
         if self.wants_any:
             return effort.HASTY_PLAN
         if not self.is_soft:
-            return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.THOROUGH_PLAN
+            return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.LARGE_PLAN
         if self.is_rough:
             return effort.ROUGH_PLAN
         if len(step.graph.ops) < self.large_program:

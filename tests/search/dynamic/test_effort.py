@@ -28,6 +28,7 @@ def due(schedule, standing):
         (effort.PROVEN_PLAN, PROVEN),
         (effort.SOFT_PLAN, SOFT),
         (effort.THOROUGH_PLAN, HASTY),
+        (effort.LARGE_PLAN, SHORT._replace(rounds=HASTY.rounds)),
         (effort.QUICK_PLAN, SHORT),
         (effort.QUICK_PLAN_OR_NONE, SHORT),
         (effort.PART_PLAN_OR_NONE, SHORT),
@@ -37,7 +38,10 @@ def test_a_mesh_is_first_searched_by_the_first_effort_alone(schedule, expected):
     assert due(schedule, Standing(INFINITE)) == [expected]
 
 
-@pytest.mark.parametrize(("schedule", "tolerance"), [(effort.THOROUGH_PLAN, 0.0), (effort.QUICK_PLAN, QUICK.tolerance)])
+@pytest.mark.parametrize(
+    ("schedule", "tolerance"),
+    [(effort.THOROUGH_PLAN, 0.0), (effort.LARGE_PLAN, QUICK.tolerance), (effort.QUICK_PLAN, QUICK.tolerance)],
+)
 def test_where_another_mesh_has_a_plan_the_first_attempt_is_as_exact_as_the_last(schedule, tolerance):
     (first,) = due(schedule, Standing(2.0))
     assert first.tolerance == tolerance
@@ -46,14 +50,20 @@ def test_where_another_mesh_has_a_plan_the_first_attempt_is_as_exact_as_the_last
 
 @pytest.mark.parametrize(
     ("schedule", "expected"),
-    [(effort.THOROUGH_PLAN, [THOROUGH]), (effort.QUICK_PLAN, [QUICK]), (effort.QUICK_PLAN_OR_NONE, []), (effort.PART_PLAN_OR_NONE, [])],
+    [
+        (effort.THOROUGH_PLAN, [THOROUGH]),
+        (effort.LARGE_PLAN, [THOROUGH]),
+        (effort.QUICK_PLAN, [QUICK]),
+        (effort.QUICK_PLAN_OR_NONE, []),
+        (effort.PART_PLAN_OR_NONE, []),
+    ],
 )
 def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(schedule, expected):
     assert due(schedule, NO_PLAN) == expected
     assert due(schedule, NO_PLAN._replace(is_settled=True)) == []
 
 
-@pytest.mark.parametrize("schedule", [effort.THOROUGH_PLAN, effort.QUICK_PLAN, effort.QUICK_PLAN_OR_NONE])
+@pytest.mark.parametrize("schedule", [effort.THOROUGH_PLAN, effort.LARGE_PLAN, effort.QUICK_PLAN, effort.QUICK_PLAN_OR_NONE])
 def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
     near, far = 1 / (1 + schedule.enough), 0.9
@@ -82,13 +92,13 @@ def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
         (100, {"is_soft": True}, effort.SOFT_PLAN),
         (100, {"is_soft": True, "wants_any": True}, effort.ANY_PLAN),
         (101, {}, effort.MIDDLE_PLAN),
-        (501, {}, effort.THOROUGH_PLAN),
+        (501, {}, effort.LARGE_PLAN),
         (101, {"wants_any": True}, effort.HASTY_PLAN),
         (4999, {"is_soft": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True}, effort.QUICK_PLAN_OR_NONE),
         (4999, {"is_soft": True, "is_of_a_part": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True, "is_of_a_part": True}, effort.PART_PLAN_OR_NONE),
-        (5000, {"is_of_a_part": True}, effort.THOROUGH_PLAN),
+        (5000, {"is_of_a_part": True}, effort.LARGE_PLAN),
         (101, {"small_program": 101}, effort.PROVEN_PLAN),
         (101, {"schedule": effort.ANY_PLAN}, effort.ANY_PLAN),
     ],
