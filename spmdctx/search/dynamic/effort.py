@@ -197,14 +197,7 @@ _SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 # A larger program has a plan near enough to its bound long before it has the best one.
-LARGE_PLAN = Schedule(
-    (
-        Attempt(HASTY._replace(leaves=FAR, proof=_PROOF), first_of_all),
-        Attempt(HASTY._replace(tolerance=QUICK.tolerance, proof=_PROOF), first_beside_others),
-    ),
-    later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH)),),
-    enough=QUICK.tolerance,
-)
+LARGE_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH)),))
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 

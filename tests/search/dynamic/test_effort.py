@@ -28,7 +28,7 @@ def due(schedule, standing):
         (effort.PROVEN_PLAN, PROVEN),
         (effort.SOFT_PLAN, SOFT),
         (effort.THOROUGH_PLAN, HASTY),
-        (effort.LARGE_PLAN, SHORT._replace(rounds=HASTY.rounds)),
+        (effort.LARGE_PLAN, HASTY),
         (effort.QUICK_PLAN, SHORT),
         (effort.QUICK_PLAN_OR_NONE, SHORT),
         (effort.PART_PLAN_OR_NONE, SHORT),
@@ -39,8 +39,7 @@ def test_a_mesh_is_first_searched_by_the_first_effort_alone(schedule, expected):
 
 
 @pytest.mark.parametrize(
-    ("schedule", "tolerance"),
-    [(effort.THOROUGH_PLAN, 0.0), (effort.LARGE_PLAN, QUICK.tolerance), (effort.QUICK_PLAN, QUICK.tolerance)],
+    ("schedule", "tolerance"), [(effort.THOROUGH_PLAN, 0.0), (effort.LARGE_PLAN, 0.0), (effort.QUICK_PLAN, QUICK.tolerance)]
 )
 def test_where_another_mesh_has_a_plan_the_first_attempt_is_as_exact_as_the_last(schedule, tolerance):
     (first,) = due(schedule, Standing(2.0))
@@ -70,6 +69,14 @@ def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule
     assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.later[-1].effort]
     assert due(schedule, found._replace(lower_bound_s=near)) == []
     assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
+
+
+def test_a_large_program_within_the_users_budget_is_not_improved_by_its_last_percent():
+    found = Standing(INFINITE, cost_s=1.0, is_begun=True)
+    for short, is_worth_it in ((0.009, False), (0.011, True)):
+        standing = found._replace(lower_bound_s=1 - short)
+        assert due(effort.LARGE_PLAN, standing) == [THOROUGH] * is_worth_it
+        assert due(effort.MIDDLE_PLAN, standing) == [THOROUGH]
 
 
 def test_a_part_is_not_improved_by_its_last_two_percent():
