@@ -1,4 +1,4 @@
-"""The certificate of a search: the bound that it proved, stated as a bound of the plan's own price."""
+"""The certificate of a search: the bound that it proved, stated as a bound of the plan's own price; and bounds for plans of no search."""
 
 from __future__ import annotations
 

@@ -17,7 +17,6 @@ _HOPELESS = 1e8
 _PROOF = 40 * _HOPELESS
 """Additions that take a few seconds."""
 
-
 FAR = 0.12
 """Share by which a plan costs more than a mesh's fastest, from which on memory decides which mesh is best."""
 

@@ -57,7 +57,7 @@ class Carry(NamedTuple):
 class Load(NamedTuple):
     """The load of an edge: its weight in a step, how often it carries something, and one of the values that it carries.
 
-    The weight counts each time by the share of its communication that cannot hide. Writing a value that moves hides never.
+    The weight counts each time by the share of its communication that cannot hide. The writing of a value that moves never hides.
     """
 
     weight: float

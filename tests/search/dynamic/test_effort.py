@@ -71,20 +71,19 @@ def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule
     assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
 
 
-def test_a_large_program_within_the_users_budget_is_not_improved_by_its_last_percent():
+@pytest.mark.parametrize(
+    ("schedule", "other", "last", "shorts"),
+    [
+        (effort.LARGE_PLAN, effort.MIDDLE_PLAN, THOROUGH, (0.009, 0.011)),
+        (effort.PART_PLAN_OR_NONE, effort.QUICK_PLAN_OR_NONE, QUICK, (0.015, 0.03)),
+    ],
+)
+def test_large_programs_and_parts_are_not_improved_by_their_last_percents(schedule, other, last, shorts):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
-    for short, is_worth_it in ((0.009, False), (0.011, True)):
+    for short, is_worth_it in zip(shorts, (False, True), strict=True):
         standing = found._replace(lower_bound_s=1 - short)
-        assert due(effort.LARGE_PLAN, standing) == [THOROUGH] * is_worth_it
-        assert due(effort.MIDDLE_PLAN, standing) == [THOROUGH]
-
-
-def test_a_part_is_not_improved_by_its_last_two_percent():
-    found = Standing(INFINITE, cost_s=1.0, is_begun=True)
-    for short, is_worth_it in ((0.015, False), (0.03, True)):
-        standing = found._replace(lower_bound_s=1 - short)
-        assert due(effort.PART_PLAN_OR_NONE, standing) == [QUICK] * is_worth_it
-        assert due(effort.QUICK_PLAN_OR_NONE, standing) == [QUICK]
+        assert due(schedule, standing) == [last] * is_worth_it
+        assert due(other, standing) == [last]
 
 
 def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():

@@ -53,18 +53,23 @@ def test_the_order_on_which_the_joint_choice_costs_less_comes_first(monkeypatch)
     raise AssertionError("no second order was cheaper")
 
 
+def _within(seed, num_ops, num_devices, share):
+    """A random step with a request, a machine, and a budget: a share of the peak of the fastest plan."""
+    made, machine = random_step(seed, num_ops), random_machine(seed)
+    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+    request = Request("auto_parallel", num_devices, None, None, (), frozenset(), (), (), frozenset())
+    free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
+    return step, request, machine, int(share * bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes)
+
+
 def test_a_search_begins_with_the_plan_of_a_program_alike_and_ends_with_one_as_near(monkeypatch):
     monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
     monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
     monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
     begun, tried = 0, [0, 0]
     for seed in range(6100, 6130):
-        made, machine = random_step(seed, 12), random_machine(seed)
-        step = Step(made.graph, made.scopes, made.from_literals, frozenset())
-        request = Request("auto_parallel", 4, None, None, (), frozenset(), (), (), frozenset())
-        free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
-        peak = bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes
-        options = DynamicOptions(memory_bytes=int(0.8 * peak), is_soft=True, small_program=0, large_program=0)
+        step, request, machine, budget = _within(seed, 12, 4, 0.8)
+        options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, large_program=0)
         first, precedents = plan_dynamic(step, request, machine, options), Precedents()
         found = [plan_dynamic(step, request, machine, replace(options, precedents=precedents)) for _ in range(2)]
         if isinstance(first, Shortfall):
@@ -82,11 +87,7 @@ def test_a_search_begins_with_the_plan_of_a_program_alike_and_ends_with_one_as_n
 
 def test_a_plan_that_was_tried_by_itself_is_no_precedent():
     """The search for any plan branches here, and its plan leaves no states."""
-    made, machine = random_step(4528, 5), random_machine(4528)
-    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
-    request = Request("auto_parallel", 4, None, None, (), frozenset(), (), (), frozenset())
-    free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
-    budget = int(0.85 * bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes)
+    step, request, machine, budget = _within(4528, 5, 4, 0.85)
     blind = effort.HASTY._replace(rounds=1, hopeless=0.0)
     attempts = (effort.Attempt(blind, effort.first_of_all), effort.Attempt(effort.HASTY, effort.first_beside_others))
     schedule, precedents = effort.QUICK_PLAN._replace(attempts=attempts), Precedents()
@@ -101,12 +102,8 @@ def test_a_mesh_where_a_program_alike_has_no_plan_is_left_out_if_another_has_one
     monkeypatch.setattr(Budget, "search_on", lambda self, own, known_s: searched.append(own.tables.space.mesh) or run(self, own, known_s))
     left_out = 0
     for seed in range(6200, 6230):
-        made, machine = random_step(seed, 12), random_machine(seed)
-        step = Step(made.graph, made.scopes, made.from_literals, frozenset())
-        request = Request("auto_parallel", 8, None, None, (), frozenset(), (), (), frozenset())
-        free = plan_dynamic(step, request, machine, DynamicOptions(small_program=0))
-        peak = bill_of(step, free.assignment, free.setup.mesh, machine).safe_bytes
-        options = DynamicOptions(memory_bytes=int(0.7 * peak), is_soft=True, small_program=0, large_program=0)
+        step, request, machine, budget = _within(seed, 12, 8, 0.7)
+        options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, large_program=0)
         precedents, found, meshes = Precedents(), [], []
         for _ in range(2):
             searched.clear()

@@ -351,8 +351,10 @@ def test_where_a_first_plan_is_far_from_the_fastest_its_prices_sort_the_meshes(c
         searched.append(setups.index(fastest.setup))
         return fastest._replace(cost_s=costs[searched[-1]], lower_bound_s=1.0)
 
+    def bound_within(_budget, fastest, *_):
+        return at_prices[setups.index(fastest.setup)]
+
     budgets = object.__new__(Budgets)
-    bound_within = lambda _budget, fastest, *_: at_prices[setups.index(fastest.setup)]  # noqa: E731
     budgets._meshes = SimpleNamespace(within=within, bound_within=bound_within, is_small=is_small)
     budgets._setups, budgets._bounds = setups, {setup.mesh: 1.0 for setup in setups}
     budgets._fastest, budgets._best = Found(setups[0], None, 1.0, 1.0, {}), None

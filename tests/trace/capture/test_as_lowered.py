@@ -161,7 +161,9 @@ def test_a_scan_of_no_iterations_gives_its_first_state_and_empty_stacks(mode):
     nothing = jnp.zeros((0, 16, 8))
 
     def step(x, key):
-        inner = lambda c: jax.lax.scan(lambda c, a: (c * a, c), c, nothing)[0] + 1  # noqa: E731
+        def inner(state):
+            return jax.lax.scan(lambda c, a: (c * a, c), state, nothing)[0] + 1
+
         outer, stack = jax.lax.scan(lambda c, a: (c * a, (c.sum(), key)), x, nothing)
         return (*jax.lax.scan(lambda c, _: (inner(c), c[0]), outer, None, length=3), *stack)
 
