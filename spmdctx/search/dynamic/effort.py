@@ -196,7 +196,7 @@ _SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 # A larger program has a plan near enough to its bound long before it has the best one.
-LARGE_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH)),))
+LARGE_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH / 2)),))
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 
