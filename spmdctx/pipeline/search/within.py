@@ -10,7 +10,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.search.reduced import Chosen, best_completed
 from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import PlannedChunk
-from spmdctx.pipeline.stages.staging import Staging
+from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.pipeline.stages.whole import PlannedPipeline
 from spmdctx.wording import bytes_text
 
@@ -18,7 +18,7 @@ _MOST_ROOMS = 5
 """How often a pipeline is planned within a budget, with more or less room for the programs of its stages."""
 
 _OTHER_ROOMS = 2
-"""The same on other meshes than that of the fastest plan."""
+"""The same on the mesh that suits the room best."""
 
 _SPACING = 0.01
 """Share of the budget by which a room that is too small and one that is too large must differ to look for one between them."""
@@ -27,7 +27,8 @@ _SPACING = 0.01
 def within(own: Chosen, budget: int) -> Chosen:
     """Returns the same stages within a budget, if need be planned again, each program with what the stage leaves for it.
 
-    Another plan leaves its stage another room: so several rooms are tried. They keep the mesh; others are tried if nothing fits on it.
+    Another plan leaves its stage another room: so several rooms are tried. They keep the mesh. Once a room is too small on it, other meshes
+    are tried, and larger rooms on the same mesh only where nothing fits on those.
 
     Raises:
         InfeasibleError: a stage needs more.
@@ -35,43 +36,62 @@ def within(own: Chosen, budget: int) -> Chosen:
     memories = memory_of(own.found)
     if max(one.peak_bytes for one in memories) <= budget:
         return own
-    cause: InfeasibleError | None = None
-    for mesh, most in ((own.found.mesh, _MOST_ROOMS), (None, _OTHER_ROOMS)):
-        try:
-            return _on(mesh, most, own, memories, budget)
-        except InfeasibleError as error:
-            cause = error
-    raise over(own.found, budget) from cause
+    same, other = (_Rooms(own, memories, budget, mesh, most) for mesh, most in ((own.found.mesh, _MOST_ROOMS), (None, _OTHER_ROOMS)))
+    found = same.planned(ends_if_refused=True) or other.planned() or same.planned()
+    if found is None:
+        raise over(own.found, budget) from same.cause or other.cause
+    return found
 
 
-def _on(mesh: LogicalMesh | None, most: int, own: Chosen, memories: Sequence[StageMemory], budget: int) -> Chosen:
-    """Returns the stages within a budget, on a mesh if one is given.
+class _Rooms:
+    """The rooms that are left to try for the same stages, on a mesh if one is given.
 
-    Raises:
-        InfeasibleError: none of `most` rooms leads to stages that fit.
+    `cause` is why there was no plan in the last room, None where there was one that does not fit.
     """
-    plans = [task.planned.plan for chunk in own.stages.planned for task in chunk.tasks.values()]
-    low, high, room = 0, max(plan.safe_memory_bytes for plan in plans), _room(own, memories, budget)
-    cause: InfeasibleError | None = None
-    for _ in range(most):
-        if not low < room < high or (low and high - low <= _SPACING * budget):
-            break
-        staging = Staging(own.staging.loss, replace(own.staging.given, memory_bytes=room), *own.staging.parts)
-        staging.settings = replace(staging.settings, mesh=mesh)
-        try:
-            stages = staging.plan(own.stages.places)
-        except InfeasibleError as error:
-            cause, low, room = error, room, (room + high) // 2
-            continue
+
+    def __init__(self, own: Chosen, memories: Sequence[StageMemory], budget: int, mesh: LogicalMesh | None, most: int) -> None:
+        plans = [task.planned.plan for chunk in own.stages.planned for task in chunk.tasks.values()]
+        self._own, self._budget, self._mesh, self._left = own, budget, mesh, most
+        self._low, self._high, self._room = 0, max(plan.safe_memory_bytes for plan in plans), _room(own, memories, budget)
+        self.cause: InfeasibleError | None = None
+
+    def planned(self, *, ends_if_refused: bool = False) -> Chosen | None:
+        """Returns the stages within the budget; None if no room is left to try, or one was too small for any plan."""
+        while self._is_worth_it():
+            self._left -= 1
+            try:
+                staging, stages = self._staged()
+            except InfeasibleError as error:
+                self.cause, self._low, self._room = error, self._room, (self._room + self._high) // 2
+                if ends_if_refused:
+                    return None
+                continue
+            self.cause = None
+            tried = Chosen(staging, stages, best_completed(staging, stages, self._budget))
+            memories = memory_of(tried.found)
+            if max(one.peak_bytes for one in memories) <= self._budget:
+                return tried
+            self._lower(tried, memories)
+        return None
+
+    def _is_worth_it(self) -> bool:
+        low, high = self._low, self._high
+        return self._left > 0 and low < self._room < high and not (low and high - low <= _SPACING * self._budget)
+
+    def _staged(self) -> tuple[Staging, Stages]:
+        own = self._own
+        staging = Staging(own.staging.loss, replace(own.staging.given, memory_bytes=self._room), *own.staging.parts)
+        staging.settings = replace(staging.settings, mesh=self._mesh)
+        stages = staging.plan(own.stages.places)
         staging.settings = replace(staging.settings, memory_bytes=None)
-        found = best_completed(staging, stages, budget)
-        tried, taken = Chosen(staging, stages, found), memory_of(found)
-        if max(one.peak_bytes for one in taken) <= budget:
-            return tried
+        return staging, stages
+
+    def _lower(self, tried: Chosen, memories: Sequence[StageMemory]) -> None:
+        """Goes on in less room than that of a plan that does not fit."""
         # A search may exceed its room by what it does not count, and will again.
-        exceeded = max(0, max(map(_size, stages.planned)) - room)
-        high, room = room, max(min(_room(tried, taken, budget) - exceeded, room - 1), (low + room) // 2)
-    raise cause or over(own.found, budget)
+        exceeded = max(0, max(map(_size, tried.stages.planned)) - self._room)
+        room = max(min(_room(tried, memories, self._budget) - exceeded, self._room - 1), (self._low + self._room) // 2)
+        self._high, self._room = self._room, room
 
 
 def _room(own: Chosen, memories: Sequence[StageMemory], budget: int) -> int:

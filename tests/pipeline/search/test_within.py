@@ -85,16 +85,22 @@ def test_plans_that_exceed_their_room_get_less_by_as_much(monkeypatch):
 
 
 def test_a_room_in_which_nothing_is_found_is_raised(monkeypatch):
-    stages = Stages(monkeypatch, lambda room, mesh: 70 if room >= 75 else None)
+    stages = Stages(monkeypatch, lambda room, mesh: 70 if room >= 75 and mesh else None)
     within.within(stages.chosen(90), 100)
-    assert [room for room, _ in stages.asked] == [70, 80]
+    assert stages.asked == [(70, "first"), (70, None), (80, None), (80, "first")]
 
 
-def test_other_meshes_are_tried_if_nothing_fits(monkeypatch):
+def test_other_meshes_are_tried_once_a_room_is_too_small(monkeypatch):
     stages = Stages(monkeypatch, lambda room, mesh: None if mesh == "first" else room)
     within.within(stages.chosen(90), 100)
-    assert [room for room, mesh in stages.asked if mesh == "first"] == [70, 80, 85, 87, 88]
-    assert stages.asked[-1] == (70, None)
+    assert stages.asked == [(70, "first"), (70, None)]
+
+
+def test_a_mesh_whose_plans_exceed_their_rooms_is_kept_while_it_has_plans(monkeypatch):
+    stages = Stages(monkeypatch, lambda room, mesh: 95 if mesh and room > 50 else None)
+    with pytest.raises(InfeasibleError):
+        within.within(stages.chosen(90), 100)
+    assert stages.asked == [(70, "first"), (45, "first"), (70, None), (80, None), (57, "first"), (51, "first"), (48, "first")]
 
 
 @pytest.mark.parametrize(("size", "least", "rooms"), [(988, 975, [970, 979]), (1200, 1200, [970, 1085, 1142, 1171, 1185])])
@@ -111,4 +117,4 @@ def test_a_stage_that_fits_in_no_room_is_named(monkeypatch):
     with pytest.raises(InfeasibleError, match=r"Stage 0 of 2 needs .* more than memory_bytes=100") as caught:
         within.within(stages.chosen(90), 100)
     assert "no plan in this room" in str(caught.value.__cause__)
-    assert [mesh for _, mesh in stages.asked] == ["first"] * 5 + [None] * 2
+    assert [mesh for _, mesh in stages.asked] == ["first", None, None] + ["first"] * 4
