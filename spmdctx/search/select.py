@@ -282,7 +282,7 @@ def _fitting(
 def _other_plans(step: Step, request: Request, options: SearchOptions, own: DynamicOptions) -> Iterator[tuple[Setup, Assignment]]:
     """Yields plans that may be within a budget: of recursive programming, the fastest on each mesh, and what propagation spreads."""
     limited = _recursive_options(replace(options, memory_bytes=own.memory_bytes))
-    quick = RecursiveSearcher(step, options.topology, limited).plan(request)
+    quick = RecursiveSearcher(step, options.topology, replace(limited, wants_any=True)).plan(request)
     if not isinstance(quick, Shortfall):
         yield quick.setup, quick.assignment
     if len(step.graph.ops) <= own.middle_program and not mesh_is_fixed(request):

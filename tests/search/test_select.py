@@ -10,6 +10,7 @@ from spmdctx.errors import ContextError, InfeasibleError
 from spmdctx.machine.presets import topology
 from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets
+from spmdctx.search.recursive.searcher import RecursiveSearcher
 from spmdctx.search.select import SearchOptions, search
 from spmdctx.search.setup.request import Request
 from tests.search.random_graphs import random_step
@@ -61,6 +62,21 @@ def test_a_known_plan_is_taken_where_the_search_within_the_budget_finds_none(mon
     assert any("this one, of recursive_programming, is known to fit" in note for note in found.notes)
     with pytest.raises(InfeasibleError, match="Nothing was found"):
         plan(_fitted, *_ARGUMENTS, memory_bytes=1000, **_OPTIONS)
+
+
+def test_known_plans_are_looked_for_in_little_time(monkeypatch):
+    known = plan(_fitted, *_ARGUMENTS, search_mode="recursive_programming", **_OPTIONS)
+    asked = []
+
+    class Spied(RecursiveSearcher):
+        def __init__(self, step, topology, options):
+            asked.append(options.wants_any)
+            super().__init__(step, topology, options)
+
+    monkeypatch.setattr("spmdctx.search.select.RecursiveSearcher", Spied)
+    _finds_nothing(monkeypatch)
+    plan(_fitted, *_ARGUMENTS, memory_bytes=known.safe_memory_bytes, **_OPTIONS)
+    assert asked == [True]
 
 
 def test_nothing_is_taken_where_it_is_proven_that_nothing_fits(monkeypatch):

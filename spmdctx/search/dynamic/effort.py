@@ -132,7 +132,9 @@ def improvable(standing: Standing, enough: float = 0.0) -> bool:
 
 def unsettled(standing: Standing, enough: float = 0.0) -> bool:
     """Holds where a plan was found that is improvable, or where none was found but one may exist."""
-    return improvable(standing, enough) if not math.isinf(standing.cost_s) else standing.is_begun and not standing.is_settled
+    if math.isinf(standing.cost_s):
+        return standing.is_begun and not standing.is_settled and standing.known_s > standing.lower_bound_s * (1 + enough)
+    return improvable(standing, enough)
 
 
 class Attempt(NamedTuple):
@@ -171,6 +173,7 @@ ANY_PLAN = Schedule((Attempt(ANY),), stops_at_first=True, repairs=3 * _HOPELESS)
 ENOUGH_PLAN = Schedule((Attempt(_FEW),), stops_at_first=True, repairs=2 * _HOPELESS, hopeless=_HOPELESS / 2)
 ENOUGH_DEVICES = ENOUGH_PLAN._replace(repairs=_HOPELESS)
 HASTY_PLAN = Schedule((Attempt(HASTY),), stops_at_first=True)
+SHORT_HASTY_PLAN = Schedule((Attempt(HASTY._replace(hopeless=2 * _HOPELESS)),), stops_at_first=True)
 
 BRIEF_PLAN = Schedule((Attempt(BRIEF),), enough=BRIEF.tolerance, repairs=_HOPELESS, hopeless=_HOPELESS / 2, proof=100 * _HOPELESS)
 BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
@@ -178,7 +181,8 @@ BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 # An error names the budget of a plan that is found without proofs.
 PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)), repairs=3 * _HOPELESS, hopeless=3 * _HOPELESS, proof=_PROOF)
 
-# The first attempt is that of HASTY_PLAN, so it meets a budget that an error names. If another mesh has a plan, this one must beat it.
+# The first attempt is that of HASTY_PLAN, or goes on where a shorter one ends, so it meets a budget that an error names. If another mesh has a
+# plan, this one must beat it.
 THOROUGH_PLAN = Schedule(
     (
         Attempt(HASTY, first_of_all),
@@ -187,7 +191,7 @@ THOROUGH_PLAN = Schedule(
     later=(Attempt(THOROUGH, unsettled),),
 )
 
-MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELESS, proof=_PROOF)
+MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELESS, proof=_PROOF / 2)
 
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 
@@ -196,7 +200,8 @@ _SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 # A larger program has a plan near enough to its bound long before it has the best one.
-LARGE_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH / 2)),))
+LARGEST_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH / 2)),))
+LARGE_PLAN = LARGEST_PLAN._replace(proof=2 * _PROOF)
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 

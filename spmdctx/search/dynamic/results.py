@@ -41,8 +41,9 @@ class DynamicOptions:
         is_rough: whether the plan only tells how plans compare, so that it is not improved within a budget that the user did not set.
         is_interruptible: whether an interrupt of the keyboard (Ctrl-C) ends the search with the best plan so far, if there is one.
         small_program: ops up to which meshes of three axes are tried by default, and budgets are worth every proof.
-        middle_program: ops up to which all work within a budget is limited.
-        large_program: ops from which a budget that the user did not set is given up if a hasty attempt finds no plan.
+        middle_program: ops up to which all work within a budget is limited; above, only that on proofs.
+        large_program: ops from which proofs within a user's budget are limited mesh by mesh, attempts at any plan take more work, and a
+            budget that the user did not set is given up if a hasty attempt finds no plan.
         precedents: plans of programs alike, from which searches within the budget start, and to which their plans are added.
         schedule: the attempts within a budget; None to derive them from the program's size and the other options.
         folding: the options of the fold that decides ops together.
@@ -87,9 +88,11 @@ class DynamicOptions:
         if self.is_small(step):
             return effort.ANY_PLAN if self.wants_any else effort.SOFT_PLAN if self.is_soft else effort.PROVEN_PLAN
         if self.wants_any:
-            return effort.HASTY_PLAN
+            return effort.SHORT_HASTY_PLAN if len(step.graph.ops) < self.large_program else effort.HASTY_PLAN
+        if not self.is_soft and len(step.graph.ops) <= self.middle_program:
+            return effort.MIDDLE_PLAN
         if not self.is_soft:
-            return effort.MIDDLE_PLAN if len(step.graph.ops) <= self.middle_program else effort.LARGE_PLAN
+            return effort.LARGE_PLAN if len(step.graph.ops) < self.large_program else effort.LARGEST_PLAN
         if self.is_rough:
             return effort.ROUGH_PLAN
         if len(step.graph.ops) < self.large_program:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from spmdctx.cost.bill import Bill
@@ -174,14 +175,14 @@ def _enough_bytes(
         short = max(short, found.least_bytes - 1)
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = options.for_any_plan(step)
-    if found.is_proven and is_exact:
-        # Least bytes that nothing meets say little of the plans; a failure not far above them does.
-        attempt = min(2 * attempt, (short + enough) // 2)
+    if found.is_proven:
+        # Least bytes that nothing meets say little of the plans; a failure not far above them does, or one not far below the fastest.
+        attempt = min(2 * attempt, (short + enough) // 2) if is_exact else short
     most, met, is_whole = max(_MOST_WORK, budgets.spent + _LEAST_WORK), enough, True
     for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
         if not short < attempt < enough:
-            # A plan is found faster than it is found that there is none.
-            attempt = max((short + enough) // 2, int(enough * _DOWN)) if is_exact else (short + enough) // 2
+            # A plan is found faster than it is found that there is none, and of a large program the second takes long.
+            attempt = max((short + enough) // 2, math.ceil(enough * (_DOWN if is_exact else 1 - _NEAR)))
         if enough - short <= (1 if is_exact and budgets.spent < most / 2 else max(1, enough * _NEAR)):
             break
         if budgets.spent > most:

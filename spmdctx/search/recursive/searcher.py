@@ -61,6 +61,7 @@ class RecursiveOptions:
         binding: whether the cuts that follow from it stand against the common price.
         memory_bytes: budget per device, None for none.
         limits: parameters of the search.
+        wants_any: whether any plan within the budget will do.
         small_program: ops up to which all meshes of one or two axes are searched.
     """
 
@@ -68,6 +69,7 @@ class RecursiveOptions:
     binding: bool = False
     memory_bytes: int | None = None
     limits: AlgoLimits = field(default_factory=AlgoLimits)
+    wants_any: bool = False
     small_program: int = 500
 
 
@@ -83,7 +85,7 @@ class RecursiveSearcher(Search):
     def __init__(self, step: Step, topology: Topology, options: RecursiveOptions) -> None:
         limits = replace(options.limits, tolerance=max(_TOLERANCE, options.limits.tolerance))
         self._step, self._topology, self._options = step, topology, options
-        self._within = DynamicOptions(options.memory_bytes, limits)
+        self._within = DynamicOptions(options.memory_bytes, limits, wants_any=options.wants_any)
         self._cuts: dict[int, FactorAxes] = {}
         self._formulation: Formulation[FewSplits] = Formulation(
             step, topology, limits, partial(FewSplits, cuts=self._cuts), mode=MODE, folding=_FOLDING

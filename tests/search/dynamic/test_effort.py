@@ -86,6 +86,13 @@ def test_large_programs_and_parts_are_not_improved_by_their_last_percents(schedu
         assert due(other, standing) == [last]
 
 
+@pytest.mark.parametrize(("short", "is_worth_it"), [(0.004, False), (0.006, True)])
+def test_no_mesh_without_a_plan_is_searched_again_if_it_can_hardly_beat_another(short, is_worth_it):
+    beside = NO_PLAN._replace(known_s=1.0, lower_bound_s=1 - short)
+    assert due(effort.LARGE_PLAN, beside) == [THOROUGH] * is_worth_it
+    assert due(effort.THOROUGH_PLAN, beside) == [THOROUGH]
+
+
 def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
     assert due(effort.PROVEN_PLAN, NO_PLAN) == []
     assert due(effort.PROVEN_PLAN, NO_PLAN._replace(has_run_out=True)) == [ANY]
@@ -99,12 +106,16 @@ def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
         (100, {"is_soft": True, "wants_any": True}, effort.ANY_PLAN),
         (101, {}, effort.MIDDLE_PLAN),
         (501, {}, effort.LARGE_PLAN),
-        (101, {"wants_any": True}, effort.HASTY_PLAN),
+        (4999, {}, effort.LARGE_PLAN),
+        (5000, {}, effort.LARGEST_PLAN),
+        (101, {"wants_any": True}, effort.SHORT_HASTY_PLAN),
+        (4999, {"wants_any": True}, effort.SHORT_HASTY_PLAN),
+        (5000, {"wants_any": True}, effort.HASTY_PLAN),
         (4999, {"is_soft": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True}, effort.QUICK_PLAN_OR_NONE),
         (4999, {"is_soft": True, "is_of_a_part": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True, "is_of_a_part": True}, effort.PART_PLAN_OR_NONE),
-        (5000, {"is_of_a_part": True}, effort.LARGE_PLAN),
+        (5000, {"is_of_a_part": True}, effort.LARGEST_PLAN),
         (101, {"small_program": 101}, effort.PROVEN_PLAN),
         (101, {"schedule": effort.ANY_PLAN}, effort.ANY_PLAN),
     ],

@@ -3,6 +3,7 @@
 import re
 import statistics
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,7 +11,7 @@ from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import shortfall
-from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
 from spmdctx.search.setup.request import Request
 from spmdctx.search.solver.problem.problem import Infeasible
@@ -93,6 +94,26 @@ def test_the_budget_named_for_a_larger_program_works_and_is_mostly_near_the_leas
             assert not isinstance(plan_dynamic(step, _request(2), machine, replace(options, memory_bytes=budget)), Shortfall), seed
             excess.append(budget / found.least_bytes - 1)
     assert statistics.median(excess) < 0.05
+
+
+@pytest.mark.parametrize(("least", "asked"), [(1.0, [0.995]), (0.8, [0.995, 0.7975, 0.89625])])
+def test_of_a_larger_program_a_budget_just_below_the_fastest_plan_is_tried_first(monkeypatch, least, asked):
+    """A plan takes 0.8 of the budget, or less than the fastest only where none below `least` of its bytes is found."""
+    fastest, tried = 10**6, []
+
+    def within(options):
+        tried.append(options.memory_bytes / fastest)
+        if options.memory_bytes < least * fastest:
+            return Shortfall(0, fastest, int(0.89625 * fastest), None)
+        return Found(None, None, 1.0, 1.0, {})
+
+    monkeypatch.setattr(shortfall, "_peak_bytes", lambda step, topology, found: fastest)
+    step = SimpleNamespace(graph=SimpleNamespace(ops=range(200)))
+    found = Shortfall(0, 600_000, 600_000, None, is_proven=True)
+    options = DynamicOptions(memory_bytes=500_000)
+    named = shortfall._enough_bytes(step, None, None, options, found, SimpleNamespace(spent=0.0, within=within))
+    assert tried[: len(asked)] == pytest.approx(asked, abs=1e-5)
+    assert least <= named[0] / fastest <= least * 1.01
 
 
 @pytest.mark.parametrize("seed", [6101, 6102, 6103, 6105])
