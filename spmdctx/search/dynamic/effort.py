@@ -181,8 +181,8 @@ BRIEF_LARGE_PLAN = Schedule((Attempt(HASTY._replace(limits_proofs=True)),))
 # An error names the budget of a plan that is found without proofs.
 PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)), repairs=3 * _HOPELESS, hopeless=3 * _HOPELESS, proof=_PROOF)
 
-# The first attempt is that of HASTY_PLAN, or goes on where a shorter one ends, so it meets a budget that an error names. If another mesh has a
-# plan, this one must beat it.
+# The first attempt is that of HASTY_PLAN, or goes on where a shorter one ends, so it meets a budget that an error names.
+# If another mesh has a plan, this one must beat it.
 THOROUGH_PLAN = Schedule(
     (
         Attempt(HASTY, first_of_all),
