@@ -52,6 +52,8 @@ class _Rooms:
     def __init__(self, own: Chosen, memories: Sequence[StageMemory], budget: int, mesh: LogicalMesh | None, most: int) -> None:
         plans = [task.planned.plan for chunk in own.stages.planned for task in chunk.tasks.values()]
         self._own, self._budget, self._mesh, self._left = own, budget, mesh, most
+        # Rooms are safe to allow for, stages likely take what they take.
+        self._most = int(budget * max(plan.safe_memory_bytes / max(plan.cost.memory_bytes, 1) for plan in plans))
         self._low, self._high, self._room = 0, max(plan.safe_memory_bytes for plan in plans), _room(own, memories, budget)
         self.cause: InfeasibleError | None = None
 
@@ -62,7 +64,8 @@ class _Rooms:
             try:
                 staging, stages = self._staged()
             except InfeasibleError as error:
-                self.cause, self._low, self._room = error, self._room, (self._room + self._high) // 2
+                self.cause = error
+                self._raise()
                 if ends_if_refused:
                     return None
                 continue
@@ -85,6 +88,17 @@ class _Rooms:
         stages = staging.plan(own.stages.places)
         staging.settings = replace(staging.settings, memory_bytes=None)
         return staging, stages
+
+    def _raise(self) -> None:
+        """Goes on in more room than one in which there is no plan.
+
+        A program that takes more than the budget fits no stage. So if the largest room of use is too small as well, no other is tried.
+        """
+        self._low = self._room
+        if self._most < self._high:
+            self._room, self._high = self._most, self._most + 1
+        else:
+            self._room = (self._low + self._high) // 2
 
     def _lower(self, tried: Chosen, memories: Sequence[StageMemory]) -> None:
         """Goes on in less room than that of a plan that does not fit."""
