@@ -69,7 +69,7 @@ INNER = {
     "server/engine": ("rays display messages", "attendance server", "spares", "fleet", "scheduler", "own worker", "client", "job"),
     "k8s": ("job render", "operators", "manifest state", "mindspore cluster"),
     "step": (
-        "planning processes direct out_of_memory agreement options",
+        "planning processes direct out_of_memory agreement options state_call",
         "words",
         "entry",
         "placement broadcast verify pipelined report export jitted",

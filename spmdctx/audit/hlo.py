@@ -37,7 +37,9 @@ _NARROW_FLOAT = re.compile(r"f([468])(e\d+m\d+\w*)")
 _SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([\d,]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_END = re.compile(r"^\}(, execution_thread=.*)?$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 _FRAME = re.compile(r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?")
 _LOCATION = re.compile(r"^(\d+) \{file_name_id=(\d+) function_name_id=\d+ line=(\d+)")
@@ -153,12 +155,16 @@ def read_module(text: str) -> Module:
     entry = ""
     table = ""
     current: dict[str, Instruction] | None = None
+    pending = ""
     for line in text.splitlines():
         if current is not None:
-            if line.startswith("}"):
-                current = None
-            elif (instruction := read_instruction(line)) is not None:
+            is_end = _END.match(line) is not None and _is_closed(pending)
+            if not is_end and _INSTRUCTION.match(line) is None:
+                pending += "\n" + line  # kernels bring attributes of several lines
+                continue
+            if (instruction := read_instruction(pending)) is not None:
                 current[instruction.name] = instruction
+            pending, current = ("", None) if is_end else (line, current)
         elif line in header:
             table = line
         elif (opened := _COMPUTATION.match(line)) and not line.startswith("HloModule"):
@@ -169,6 +175,12 @@ def read_module(text: str) -> Module:
         elif table and line:
             header[table].append(line)
     return Module(computations, entry, _read_frames(header["StackFrames"]), _read_locations(header))
+
+
+def _is_closed(text: str) -> bool:
+    """Returns whether each brace outside of strings is closed."""
+    bare = _STRING.sub("", text)
+    return bare.count("{") <= bare.count("}")
 
 
 def _read_frames(lines: list[str]) -> dict[int, tuple[int, int]]:
@@ -183,7 +195,7 @@ def _read_locations(header: Mapping[str, list[str]]) -> dict[int, tuple[str, int
 
 
 def read_instruction(line: str) -> Instruction | None:
-    """Reads one line of a computation; None where it holds no instruction."""
+    """Reads the lines of one instruction; None where they hold none."""
     start = _INSTRUCTION.match(line)
     if start is None:
         return None

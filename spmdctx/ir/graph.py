@@ -178,7 +178,8 @@ class Graph:
 
     `ties` are pairs of values that must have one sharding (loop carries, carried training state). `origins` is indexed by
     op id and may compute its entries when asked. `accumulators` are sums that several runs of the program complete. `body` is a
-    fingerprint that leaves out the names of inputs.
+    fingerprint that leaves out the names of inputs. `inlined` pairs the computation of each call that compilers inline with its caller's
+    (`Program.scopes`), and `copies` the ops that then compute what an earlier one does with that one.
     """
 
     values: tuple[Value, ...]
@@ -191,6 +192,8 @@ class Graph:
     notes: tuple[str, ...] = ()
     accumulators: tuple[Accumulator, ...] = ()
     body: str = ""
+    inlined: tuple[tuple[int, int], ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
     @cached_property
     def producers(self) -> dict[int, int]:

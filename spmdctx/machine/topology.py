@@ -68,6 +68,11 @@ class Compiler:
         return self.keeps_barriers and not self.runs_barriers_in_order
 
     @property
+    def merges_inlined(self) -> bool:
+        """Merges equal ops of different calls before it partitions them (`machine.xla.collectives.inlining`)."""
+        return self.runs_barriers_in_order
+
+    @property
     def delays_gradients(self) -> bool:
         """Makes the gradients of weights last on several devices, but for barriers behind recomputed regions.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from spmdctx.data.blocks import Piece, assemble
 from spmdctx.data.lazy import is_read_by_blocks, reader
 from spmdctx.data.targets import Leaf, Targets
-from spmdctx.errors import PlanError, PlanMismatchError, StrategyError, message
+from spmdctx.errors import PlanError, PlanMismatchError, StrategyError
 from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import replicated
 from spmdctx.pipeline.run.routes import without_shards
@@ -25,6 +24,7 @@ from spmdctx.step.agreement import spans_processes
 from spmdctx.step.direct.donation import check_alive
 from spmdctx.step.entry import Entry
 from spmdctx.step.processes import on_all
+from spmdctx.step.state_call import after_known, with_batch
 from spmdctx.trace.build.jaxprs.equations import struct_of
 from spmdctx.trace.capture.arguments import NO_STATIC, Call, Static, split_static
 from spmdctx.trace.capture.capture import Captured, capture_call, flattening_of, leaf_paths
@@ -68,29 +68,20 @@ class Init:
             known: an earlier call, whose first arguments the state replaces if no batch is given.
 
         Raises:
-            PlanError: no batch is given and none is known.
-            TypeError: state and batch do not make up the step's arguments.
+            PlanError: no batch is given and none is known, or state and batch do not make up the step's arguments.
         """
         states = [(self._result,)]
         if type(self._result) is tuple:
             states.append(self._result)
         if batch is not None:
             batches = [(batch,), tuple(batch)] if type(batch) in (tuple, list) else [(batch,)]
-            return _fitting(target, [_in_order(target, (*state, *rest)) for rest in batches for state in states])
+            return with_batch(target, [(state, rest) for rest in batches for state in states], known)
         if known is None:
             raise PlanError(
                 "init needs a batch to plan for: no call was planned yet.",
                 fix="pass batch=, arrays or jax.ShapeDtypeStruct, or load a saved plan with strategy_ckpt_load_file",
             )
-        num_leading = len(target.leading)
-        (dynamic, kwargs), fixed = split_static(target.static, tuple(known[0]), dict(known[1]))
-        args = dynamic[num_leading:]
-        first = next(iter((*args, *_by_position(target, kwargs).values())), None)
-        if type(first) is not tuple:  # then a tuple of states is no first argument
-            states.reverse()
-        calls = [_replaced(target, args, kwargs, state) for state in states if len(state) <= len(args) + len(kwargs)]
-        whole = [fixed.join((*target.leading, *own), by_name) for own, by_name in calls]  # static arguments keep their places
-        return _fitting(target, [(own[num_leading:], by_name) for own, by_name in whole])
+        return after_known(target, states, known)
 
     def run(self, entry: Entry, call: Call) -> Any:
         """Makes the state, with each leaf split as the step takes it; leaves that the step does not take are replicated."""
@@ -167,49 +158,6 @@ class Init:
     def _finish(self, leaves: Sequence[Any]) -> Any:
         with _no_eager_sharding():
             return self._captured.structure.finish(self._read().handle, leaves)
-
-
-def _fitting(target: Target, candidates: Sequence[Call]) -> Call:
-    """Returns the first candidate with which the step can be called."""
-    signature = inspect.signature(target.fn)
-    for args, kwargs in candidates:
-        try:
-            signature.bind(*target.leading, *args, **kwargs)
-        except TypeError:
-            continue
-        return args, kwargs
-    raise TypeError(
-        message(
-            f"What init makes and the batch do not make up the arguments of {target.name}.",
-            need=f"{target.name}{signature}",
-            fix="let init_fn return the step's first argument, or a tuple of the first ones, and pass the others as batch=",
-        )
-    )
-
-
-def _in_order(target: Target, values: tuple[Any, ...]) -> Call:
-    """Returns a call with these values for the step's arguments in their order; those by name only come last."""
-    parameters = list(inspect.signature(target.fn).parameters.values())[len(target.leading) :]
-    if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
-        return values, {}
-    by_name = [parameter.name for parameter in parameters if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    count = max(len(parameters) - len(by_name), 0)
-    if len(values) - count > len(by_name):
-        return values, {}
-    return values[:count], dict(zip(by_name, values[count:], strict=False))
-
-
-def _by_position(target: Target, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the keyword arguments of a call in the order of the step's parameters."""
-    names = [name for name in inspect.signature(target.fn).parameters if name in kwargs]
-    return {name: kwargs[name] for name in (*names, *(name for name in kwargs if name not in names))}
-
-
-def _replaced(target: Target, args: tuple[Any, ...], kwargs: Mapping[str, Any], state: tuple[Any, ...]) -> Call:
-    """Returns a call with its first arguments replaced, by position or by name as they were passed."""
-    names = list(_by_position(target, kwargs))
-    by_name = dict(zip(names, state[len(args) :], strict=False))
-    return (*state[: len(args)], *args[len(state) :]), {**kwargs, **by_name}
 
 
 def _no_eager_sharding() -> AbstractContextManager[Any]:

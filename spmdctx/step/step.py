@@ -286,10 +286,10 @@ class ParallelStep(JitMethods, CopyMethods, MeasuredMethods, Generic[P, R]):
             init_fn: makes the state: a pytree, a TrainState, an nnx object, or a tuple of the step's first arguments.
             args: arguments of `init_fn`, a PRNG key for example.
             batch: the step's other arguments, real or abstract; a tuple where they are several. May be left out after a
-                plan or a call, and where strategy_ckpt_load_file names a saved plan.
+                plan or a call, and where strategy_ckpt_load_file names a saved plan. Then static arguments may be left out alone, too.
 
         Raises:
-            PlanError: no batch is given, and nothing was planned yet.
+            PlanError: no batch is given, and nothing was planned yet; or an argument of the step is missing.
             PlanMismatchError: the saved plan is for another state, mesh, machine or context.
         """
         from spmdctx.step import placement

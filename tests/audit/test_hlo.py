@@ -99,3 +99,23 @@ def test_a_source_line_written_out_is_read_too():
     module = read_module(MODULE)
     line = '  %y = f32[8]{0} negate(%x), metadata={op_name="neg" source_file="/a/b/net.py" source_line=7}'
     assert module.source(read_instruction(line)) == "net.py:7"
+
+
+WRAPPED = MODULE.replace(
+    '%y = f32[8]{0} fusion(%x), kind=kLoop, calls=%fused, metadata={op_name="neg" stack_frame_id=2}',
+    '%y = f32[8]{0} custom-call(%x), frontend_attributes={own={\n"block": "{\\"q\\": {"\n}\n}}, metadata={stack_frame_id=2}',
+)
+
+
+def test_an_instruction_of_several_lines_ends_no_computation():
+    module = read_module(WRAPPED)
+    assert list(module.computations["main"].instructions) == ["x", "y", "z"]
+    own = module.computations["main"].instructions["y"]
+    assert own.operands == ("x",)
+    assert module.source(own) == read_module(MODULE).source(read_module(MODULE).computations["main"].instructions["y"])
+    assert module.computations["fused"] == read_module(MODULE).computations["fused"]
+
+
+def test_a_computation_of_another_thread_ends():
+    module = read_module(MODULE.replace("negate(%p)\n}", 'negate(%p)\n}, execution_thread="sparse"'))
+    assert list(module.computations["main"].instructions) == ["x", "y", "z"]

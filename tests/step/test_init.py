@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmdctx
+from spmdctx.errors import PlanError
 
 SHAPES = {"x": jax.ShapeDtypeStruct((8, 16), jnp.float32), "y": jax.ShapeDtypeStruct((8, 1), jnp.float32)}
 
@@ -162,3 +163,88 @@ def test_plans_are_saved_into_folders_that_are_not_there(tmp_path):
     plan.save_html(tmp_path / "c" / "plan.html")
     assert spmdctx.Plan.load(tmp_path / "a" / "b" / "plan.json") == plan
     assert (tmp_path / "c" / "plan.html").exists()
+
+
+def with_training(state, batch, training=False):
+    return moved(state, batch, 1.0 if training else 0.1)
+
+
+def with_early_static(state, kind="slow", batch=None):
+    return with_static(state, kind, batch)
+
+
+def with_static_first(kind, state, batch):
+    return with_static(state, kind, batch)
+
+
+def with_static_by_name(state, batch, *, kind):
+    return with_static(state, kind, batch)
+
+
+def of_pairs(state, batch, key=None):
+    x, y = batch
+    return moved(state, {"x": x, "y": y})
+
+
+def of_two(state, x, y=None):
+    return moved(state, {"x": x, "y": y})
+
+
+PAIR = SHAPES["x"], SHAPES["y"]
+
+
+@pytest.mark.parametrize(
+    ("fn", "static", "batch"),
+    [
+        (with_static, "kind", ("slow", SHAPES)),
+        (with_static_first, "kind", ("slow", SHAPES)),
+        (with_static_by_name, "kind", (SHAPES, "slow")),
+        (with_early_static, "kind", SHAPES),
+        (with_early_static, "kind", ("fast", SHAPES)),
+        (with_training, "training", SHAPES),
+        (with_training, "training", (SHAPES, True)),
+    ],
+)
+def test_init_takes_a_batch_with_static_arguments_or_their_defaults(fn, static, batch):
+    assert parallel(fn, static_argnames=static).init(make, batch=batch)["w"].sharding.num_devices == 8
+
+
+@pytest.mark.parametrize("batch", [SHAPES, (SHAPES,)])
+@pytest.mark.parametrize("fn", [with_static, with_static_first, with_static_by_name])
+def test_init_with_a_batch_takes_static_arguments_of_an_earlier_plan(fn, batch):
+    planned = parallel(fn, static_argnames="kind")
+    given = {"state": STATE, "batch": SHAPES, "kind": "slow"}
+    plan = planned.plan(**given)
+    assert planned.init(make, batch=batch)["w"].sharding.num_devices == 8
+    assert planned.plan(**given) is plan
+
+
+def test_init_with_a_batch_takes_static_arguments_among_any_number(tmp_path):
+    planned = parallel(lambda *values: with_static(values[0], values[1], values[2]), static_argnums=1)
+    planned.plan(STATE, "slow", SHAPES)
+    assert planned.init(make, batch=SHAPES)["w"].sharding.num_devices == 8
+
+
+@pytest.mark.parametrize("is_saved", [False, True])
+@pytest.mark.parametrize("fn", [with_static, with_static_first, with_static_by_name])
+def test_init_names_a_static_argument_without_a_value(tmp_path, fn, is_saved):
+    options = {"static_argnames": "kind"}
+    if is_saved:
+        parallel(fn, **options).plan(state=STATE, batch=SHAPES, kind="slow").save(tmp_path / "plan.json")
+        options["strategy_ckpt_load_file"] = str(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match=r"static argument 'kind' must be known(.|\n)*or plan a call first"):
+        parallel(fn, **options).init(make, batch=SHAPES)
+
+
+@pytest.mark.parametrize("fn", [of_pairs, of_two])
+def test_init_passes_a_tuple_on_as_an_earlier_plan_did(fn):
+    planned = parallel(fn)
+    plan = planned.plan(STATE, PAIR) if fn is of_pairs else planned.plan(STATE, *PAIR)
+    assert planned.init(make, batch=PAIR)["w"].sharding.num_devices == 8
+    assert len(planned._entries) == 1
+    assert (planned.plan(STATE, PAIR) if fn is of_pairs else planned.plan(STATE, *PAIR)) is plan
+
+
+def test_init_counts_the_values_that_do_not_make_up_the_arguments():
+    with pytest.raises(PlanError, match=r"do not make up the arguments of with_several(.|\n)*2 values for params, average, batch, scale"):
+        parallel(with_several).init(make, batch=SHAPES)

@@ -482,7 +482,7 @@ def test_init_without_a_batch_or_a_plan_is_refused():
 
 
 def test_a_state_that_does_not_fit_the_step_is_refused():
-    with pytest.raises(TypeError, match="do not make up the arguments of pytree_step"):
+    with pytest.raises(PlanError, match="do not make up the arguments of pytree_step"):
         parallel(pytree_step).init(params_of, batch=batch_of())
 
 

@@ -1,6 +1,7 @@
 """Prices the moves of values between shardings.
 
-A move is made once per computation (top level, loop body, remat body), however many ops read the result: the compiler merges equal ones.
+A move is made once per computation (top level, loop body, remat body), however many ops read the result: the compiler merges equal ones,
+also of calls that it inlines (`machine.xla.collectives.inlining`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from spmdctx.ir.mesh import format_sharding
 from spmdctx.ir.primitives import ENTERING, IDENTITIES
 from spmdctx.ir.sharding import TensorSharding
 from spmdctx.machine.reshard import ReshardStep, reshard_steps
+from spmdctx.machine.xla.collectives.inlining import merged_copies, merged_scopes
 from spmdctx.machine.xla.collectives.turning import turned_bytes, turned_s
 from spmdctx.machine.xla.narrowing import sharers
 from spmdctx.machine.xla.overlap import overlap_candidates
@@ -64,7 +66,10 @@ class Moves:
         graph = assigned.graph
         self._assigned, self._directives, self._collected = assigned, directives, collected
         self._scopes, self._copies, self._overlap = assigned.step.scopes, memory.copies, overlap_candidates(graph)
-        self._sharers, self._passing, self._same = sharers(graph), passing_values(graph), _aliases(graph)
+        self._sharers, self._passing = sharers(graph), passing_values(graph)
+        compiler, scopes = assigned.topology.compiler, assigned.step.scopes
+        self._merged = merged_scopes(graph.inlined, scopes) if compiler.merges_inlined else scopes
+        self._same = merged_copies(graph, assigned.assignment, _aliases(graph), compiler).same
         self._done: set[tuple[object, ...]] = set()
         # Values that exist only inside fusions are written before they move.
         self._written: list[_Written] = []
@@ -74,12 +79,12 @@ class Moves:
     def add(self, move: Move) -> None:
         """Adds what a move costs, and the copies that it makes."""
         op, value, source, target = move.op, move.value, move.source, move.target
-        scope, known = self._scopes[op.id], self._assigned.graph.values[value]
+        scope, known = self._merged[op.id], self._assigned.graph.values[value]
         time_s, current = 0.0, source
         hiding = Hiding(self._overlap.gather_share(value, self._assigned.topology))
         direct = self._steps(move, source, target)
         steps = direct
-        via = self._directives.routes.get((scope, value)) if self._sharers[op.id] and not move.is_result else None
+        via = self._directives.routes.get((self._scopes[op.id], value)) if self._sharers[op.id] and not move.is_result else None
         if via is not None:
             steps = (*self._steps(move, source, via), *self._steps(move, via, target))
         if self._passing[value] and (scope, self._same[value], source, steps[0].sharding) not in self._done:

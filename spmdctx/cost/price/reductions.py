@@ -18,6 +18,7 @@ from spmdctx.ir.mesh import local_shape
 from spmdctx.ir.primitives import ADDITIONS
 from spmdctx.ir.sharding import AxisNames, TensorSharding
 from spmdctx.machine.collectives import collective_time_s
+from spmdctx.machine.xla.collectives.inlining import merged_copies
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partial_sums import Cut, Readers, Sums
 from spmdctx.machine.xla.reductions import ReductionPlan, reduction_plan, scattered_by
@@ -33,6 +34,8 @@ class Reductions:
     def __init__(self, assigned: Assigned, directives: Directives, readers: Readers, collected: Collected, memory: MemoryCount) -> None:
         self._assigned, self._directives, self._collected, self._memory = assigned, directives, collected, memory
         self._overlap = overlap_candidates(assigned.graph)
+        names = list(range(len(assigned.graph.values)))
+        self._copies = merged_copies(assigned.graph, assigned.assignment, names, assigned.topology.compiler).ops
         self._sums = None
         if assigned.topology.compiler.merges_partial_sums:
             self._sums = Sums(readers, assigned.assignment, assigned.mesh, assigned.topology, directives.widened)
@@ -62,6 +65,8 @@ class Reductions:
         return plan.after
 
     def _collect(self, op: Op, value: int, natural: TensorSharding, need: Need, plan: ReductionPlan) -> None:
+        if op.id in self._copies:
+            return
         payload = self._assigned.local_bytes(value, natural) * self._directives.widening(value)
         cause = Cause.sum(op.primitive, self._directives.buckets.get(value))
         if plan.scattered:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, chain, count, repeat
 from operator import attrgetter
@@ -24,7 +24,7 @@ from spmdctx.rules.flops import op_flops
 from spmdctx.trace.build import control_flow as bodies
 from spmdctx.trace.build.builder import Around, Env, ReadRegion
 from spmdctx.trace.build.canonical import Canonical, Form
-from spmdctx.trace.build.common_subexpressions import choices_of_one, find_copies, made_one
+from spmdctx.trace.build.common_subexpressions import choices_of_one, copies_across, find_copies, made_one, sites_of
 from spmdctx.trace.build.jaxprs.divisors import divisors
 from spmdctx.trace.build.ops_of_columns import ops_of
 from spmdctx.trace.build.origins import Frame, LazyOrigins, Place
@@ -81,6 +81,7 @@ class GraphBuilder:
         self.loss_operands: list[LossOperand] = []
         self.notes: list[str] = []
         self._num_scopes = 1
+        self._inlined: list[tuple[int, int]] = []
         # For each value, and for those that are not intermediate.
         self._avals: list[Any] = []
         self._named: dict[int, tuple[Role, str]] = {}
@@ -154,10 +155,12 @@ class GraphBuilder:
         self._add_equations(run, env, around)
 
     @contextmanager
-    def body(self) -> Iterator[None]:
-        """Puts the ops added inside into a computation of their own, which shares no reshard with the caller's."""
+    def body(self, *, is_inlined: bool = False) -> Iterator[None]:
+        """Puts the ops added inside into a computation of their own, which shares reshards with the caller's if it `is_inlined`."""
         outer, self.scope = self.scope, self._num_scopes
         self._num_scopes += 1
+        if is_inlined:
+            self._inlined.append((self.scope, outer))
         yield
         self.scope = outer
 
@@ -281,7 +284,7 @@ class GraphBuilder:
             alive = self._alive(outputs)
             columns = self._columns(alive)
             materialized, from_literals = in_memory(columns, (*inputs, *outputs)), bodies.values_from_literals(columns)
-        sites = self._sites(alive, twins)
+        sites = sites_of(self.num_ops, alive, twins)
         regions = read_regions(self.manual, alive, outputs, (self._operands, self._results))
         origins = LazyOrigins(self._infos, self._frames, self._frame_of).select(alive)
         fingerprint, body = self._fingerprints([trail, *twins.items()], inputs, outputs, ties, regions)
@@ -295,6 +298,8 @@ class GraphBuilder:
             fingerprint=fingerprint,
             notes=tuple(dict.fromkeys(self.notes)),
             body=body,
+            inlined=tuple(self._inlined),
+            copies=copies_across(columns, self._comparable(alive), self._inlined),
         )
         return Program(
             graph=graph,
@@ -309,14 +314,6 @@ class GraphBuilder:
             loss_operands=tuple(one._replace(value=same.values.get(one.value, one.value)) for one in self.loss_operands),
             divisors=divisors(self._equations, sites) if self.loss_operands else {},
         )
-
-    def _sites(self, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
-        """Returns the number of each op in walking order: its own or its twin's, and -1 if the op is dead."""
-        numbers = np.full(self.num_ops, -1, dtype=np.int64)
-        numbers[alive] = np.arange(len(alive))
-        numbers[list(twins)] = numbers[list(twins.values())]
-        sites: list[int] = numbers.tolist()
-        return sites
 
     def _columns(self, alive: Sequence[int]) -> Columns:
         """Returns columns with some of the ops, renumbered, and all values."""

@@ -58,8 +58,8 @@ class Builder(Protocol):
     def walk(self, jaxpr: Any, env: Env, around: Around) -> None:
         """Adds the ops of `jaxpr`, whose inputs `env` already knows."""
 
-    def body(self) -> AbstractContextManager[None]:
-        """Gives the ops added inside a computation of their own."""
+    def body(self, *, is_inlined: bool = False) -> AbstractContextManager[None]:
+        """Gives the ops added inside a computation of their own, which the compiler may inline into the caller's."""
 
     def program_of(self, body: Any) -> Program:
         """Builds the program of a body that runs on one device by itself."""

@@ -2,7 +2,7 @@
 
 XLA merges equal equations, and a plan that counted them twice would plan collectives that never run. These stay separate:
 
-- bodies: a remat computes its values again;
+- bodies: a remat computes its values again. Of bodies that compilers inline, prices know (`machine.xla.collectives.inlining`);
 - equations with effects, and barriers;
 - values that element-wise ops only compute on the way into other ops (`machine.xla.fusion`), and values that depend on no input.
   XLA computes them for each reader anyway, and each reader may want them split in its own way.
@@ -10,7 +10,7 @@ XLA merges equal equations, and a plan that counted them twice would plan collec
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.extend.core as jexc
@@ -19,6 +19,8 @@ import numpy as np
 from spmdctx.ir.analysis.columns import Columns
 from spmdctx.ir.arrays import BoolArray
 from spmdctx.ir.graph import LITERAL
+from spmdctx.ir.primitives import IDENTITIES
+from spmdctx.machine.xla.collectives.inlining import merged_scopes
 from spmdctx.machine.xla.fusion import CHAINED
 
 _NEVER_MERGED = frozenset({"optimization_barrier", "rng_uniform", "pure_callback"})
@@ -32,19 +34,24 @@ class Copies(NamedTuple):
     ops: dict[int, int]
 
 
-def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
+def find_copies(columns: Columns, equations: Sequence[Any], inlined: Sequence[tuple[int, int]] = ()) -> Copies:
     """Finds all ops that compute what an earlier one has computed.
 
     Args:
         columns: the columns of the step.
         equations: the equation of each op, or None for an op that equals no other; ops of one kind have equal parameters.
+        inlined: pairs of computations, of which compilers inline the first into the second (`Graph.inlined`).
     """
     known: dict[Any, int] = {}
     copies = Copies({}, {})
     first = [*range(columns.num_values), LITERAL]
-    bodies = (columns.kind_of * (int(columns.scopes.max(initial=0)) + 1) + columns.scopes).tolist()
+    scopes = np.array(merged_scopes(inlined, columns.scopes.tolist()), dtype=np.int64)
+    bodies = (columns.kind_of * (int(scopes.max(initial=0)) + 1) + scopes).tolist()
+    other_names = columns.which(IDENTITIES.__contains__).tolist() if inlined else [False] * len(equations)
     for op, (body, operands, eqn) in enumerate(zip(bodies, columns.operands, equations, strict=True)):
-        if eqn is None:
+        if other_names[op]:
+            first[columns.results[op][0]] = first[operands[0]] if operands[0] != LITERAL else columns.results[op][0]
+        if eqn is None or other_names[op]:
             continue
         key = (body, *map(first.__getitem__, operands))
         twin = known.setdefault(key, op)
@@ -57,6 +64,14 @@ def find_copies(columns: Columns, equations: Sequence[Any]) -> Copies:
                 first[value] = copies.values[value] = same
             copies.ops[op] = twin
     return copies
+
+
+def copies_across(columns: Columns, equations: Sequence[Any], inlined: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Returns the ops that equal one of another body once compilers have `inlined` some, each with that one."""
+    if not inlined:
+        return ()
+    scopes = columns.scopes.tolist()
+    return tuple([pair for pair in find_copies(columns, equations, inlined).ops.items() if scopes[pair[0]] != scopes[pair[1]]])
 
 
 def choices_of_one(columns: Columns, copies: Copies) -> list[int]:
@@ -87,3 +102,12 @@ def made_one(copies: Copies, columns: Columns, materialized: BoolArray, from_lit
             values.update(pairs)
             twins[copy] = number
     return Copies(values, twins)
+
+
+def sites_of(num_ops: int, alive: Sequence[int], twins: Mapping[int, int]) -> list[int]:
+    """Returns the number of each op in walking order: its own or its twin's, and -1 if the op is dead."""
+    numbers = np.full(num_ops, -1, dtype=np.int64)
+    numbers[alive] = np.arange(len(alive))
+    numbers[list(twins)] = numbers[list(twins.values())]
+    sites: list[int] = numbers.tolist()
+    return sites

@@ -7,7 +7,7 @@ the same order, so both must change together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -35,6 +35,9 @@ KEPT = frozenset(
     }
 )
 """Calls that lowering keeps, since their kind decides how they are differentiated, batched, recomputed or compiled."""
+
+_COMPILED_APART = frozenset({"linear_call", "xla_metadata_call", "compute_on"})
+"""Kept calls that may stay calls in compiled programs."""
 
 INLINED = frozenset(CALLS) - KEPT
 """Calls that lowering inlines into their caller."""
@@ -79,12 +82,20 @@ def _call(builder: Builder, eqn: Any, env: Env, around: Around) -> None:
     for var, sharding in zip(jaxpr.invars, eqn.params.get("in_shardings", ()), strict=False):
         inner[var] = user_pins.pin_of_call(builder, inner[var], sharding, "in_shardings", eqn.source_info, around)
     # Lowering keeps a call, too, that holds constants.
-    with builder.body() if name in KEPT or open_jaxpr(body)[1] else nullcontext():
+    with builder.body(is_inlined=_is_inlined(name, eqn.params)) if name in KEPT or open_jaxpr(body)[1] else nullcontext():
         builder.walk(jaxpr, inner, _inside(around, eqn))
     results = _results(builder, jaxpr, inner)
     for index, sharding in enumerate(eqn.params.get("out_shardings", ())):
         results[index] = user_pins.pin_of_call(builder, results[index], sharding, "out_shardings", eqn.source_info, around)
     env.update(zip(eqn.outvars, results, strict=True))
+
+
+def _is_inlined(name: str, params: Mapping[str, Any]) -> bool:
+    """Returns whether compilers inline a call that lowering keeps; a barrier is before what a backward pass computes again."""
+    if name in RECOMPUTED:
+        prevents = params.get("prevent_cse", True)
+        return not (params.get("differentiated", True) and (any(prevents) if isinstance(prevents, tuple) else prevents))
+    return name not in _COMPILED_APART
 
 
 def _boundary(builder: Builder, kind: str, operands: Sequence[int], var: Any, rule: OpRule, eqn: Any, around: Around) -> int:

@@ -10,6 +10,8 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import make_splash_mha
+from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -128,6 +130,20 @@ def test_devices_share_batch_and_heads_of_jax_s_attention_kernel(mode, split, he
     assert len(calls) == 3
     assert {(int(batch), int(own)) for batch, own in found} <= heads
     report = step.audit(*args)
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("mode", ["data_parallel", "semi_auto_parallel"])
+def test_the_audit_reads_programs_whose_kernels_have_metadata_of_several_lines(mode):
+    attend = jax.vmap(make_splash_mha(MultiHeadMask([CausalMask((LENGTH,) * 2)] * HEADS), head_shards=1, q_seq_shards=1))
+
+    def step(w, x):
+        heads = x.reshape(BATCH, LENGTH, HEADS, FEATURES).swapaxes(1, 2)
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(attend(heads * w, heads, heads).astype(jnp.float32) ** 2))(w)
+        return w - gradient, value
+
+    args = jax.ShapeDtypeStruct((FEATURES,), jnp.float32), jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS * FEATURES), jnp.float32)
+    report = spmdctx.parallel(step, devices=need_tpu(), parallel_mode=mode).audit(*args)
     assert report.ok, str(report)
 
 
