@@ -201,7 +201,7 @@ _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolera
 
 # A larger program has a plan near enough to its bound long before it has the best one.
 LARGEST_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH / 2)),))
-LARGE_PLAN = LARGEST_PLAN._replace(proof=2 * _PROOF)
+LARGE_PLAN = LARGEST_PLAN._replace(proof=4 * _PROOF)
 
 QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 
