@@ -131,7 +131,7 @@ def improvable(standing: Standing, enough: float = 0.0) -> bool:
 
 
 def unsettled(standing: Standing, enough: float = 0.0) -> bool:
-    """Holds where a plan was found that is improvable, or where none was found but one may exist."""
+    """Holds where a plan was found that is improvable, or none that may exist and be cheaper than another mesh's by more than `enough`."""
     if math.isinf(standing.cost_s):
         return standing.is_begun and not standing.is_settled and standing.known_s > standing.lower_bound_s * (1 + enough)
     return improvable(standing, enough)
