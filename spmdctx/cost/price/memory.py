@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -28,7 +28,7 @@ from spmdctx.machine.xla.late_products import GradientProduct
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.late_gradients import barriers_wait, updates_wait
 from spmdctx.machine.xla.memory.on_chip import OnChip
-from spmdctx.machine.xla.memory.tiles import Minor, filled_up, has_tiles, in_images, in_lanes, in_rows, in_tiles, laid_out, rows_filled_up
+from spmdctx.machine.xla.memory.tiles import Minor, filled_up, fillings, has_tiles, in_images, in_lanes, laid_by_rows, laid_out
 from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
@@ -180,11 +180,7 @@ class MemoryCount:
             for value, minor in rows.items():
                 split = project(natural[value], assigned.assignment.ops[op.id].axes)
                 shape = local_shape(assigned.graph.values[value].shape, split, assigned.mesh)
-                if len(minor) == 1:
-                    share = rows_filled_up(shape, minor, 1.0)
-                else:
-                    share = filled_up(shape, minor, 1.0) if min(shape[dim] for dim in minor) > 1 else 1.0
-                num_bytes += int(assigned.stored_bytes(value, split) * share) if share > 1 else 0
+                num_bytes += int(assigned.stored_bytes(value, split) * laid_by_rows(shape, minor))
             if num_bytes:
                 self.copies.scatter(op, num_bytes)
 
@@ -202,19 +198,13 @@ class MemoryCount:
         found = [sizes[number] for number in numbers.tolist()]
         for value in widened_ways(graph, self._directives.loop_sums, self._directives.widened):
             found[value] *= 2
-        if has_tiles(self._assigned.topology.device):
-            shares: dict[tuple[int, Minor, int], float] = {}
-            ways: list[tuple[Mapping[int, Minor], Callable[[Sequence[int], Minor], float]]] = [
-                (in_rows(graph), rows_filled_up),
-                (in_tiles(graph), filled_up),
-                (in_images(graph), partial(filled_up, least=1.0)),
-            ]
-            for way, (known, share_of) in enumerate(ways):
-                for value, minor in known.items():
-                    key = int(numbers[value]), minor, way
-                    share = shares.get(key)
-                    if share is None:
-                        shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
-                        share = shares[key] = share_of(shape, minor)
-                    found[value] = int(found[value] * share)
+        shares: dict[tuple[int, Minor, int], float] = {}
+        for way, (known, share_of) in enumerate(fillings(graph, self._assigned.topology.device)):
+            for value, minor in known.items():
+                key = int(numbers[value]), minor, way
+                share = shares.get(key)
+                if share is None:
+                    shape = local_shape(graph.values[value].shape, stored[value], self._assigned.mesh)
+                    share = shares[key] = share_of(shape, minor)
+                found[value] = int(found[value] * share)
         return found

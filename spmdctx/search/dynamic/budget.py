@@ -19,8 +19,10 @@ from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import PRICED, Attempt, Effort, Limits, Schedule, Standing
 from spmdctx.search.dynamic.formulation import Formulation, MeshProblem, peak_in
 from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, better, short_of, standing_of
-from spmdctx.search.problem.memory_rows import Passing, completed, counted_bytes, least_peak, on_chip, op_at, passing_at, with_memory
-from spmdctx.search.problem.reserved_rows import with_reserved
+from spmdctx.search.problem.memory.copies import Passing
+from spmdctx.search.problem.memory.reserved import with_reserved
+from spmdctx.search.problem.memory.rows import completed, counted_bytes, least_peak, op_at, passing_at, with_memory
+from spmdctx.search.problem.memory.stored import on_chip
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.allowance import Allowance
 from spmdctx.search.solver.problem.graph import cost_of

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
-from spmdctx.search.problem.reserved_rows import at_least
+from spmdctx.search.problem.memory.reserved import at_least
 
 _HOPELESS = 1e8
 """Additions that take a small part of a second."""
@@ -217,7 +217,7 @@ PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(im
 class Limits:
     """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known.
 
-    With `reserved` (`search.problem.reserved_rows`), what is counted is an estimate, and proves nothing.
+    With `reserved` (`search.problem.memory.reserved`), what is counted is an estimate, and proves nothing.
     """
 
     def __init__(self, full: float, spacing: float) -> None:

@@ -13,7 +13,7 @@ from spmdctx.ir.domain import domain
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.narrowing import kept_share
-from spmdctx.search.problem.memory_rows import on_chip
+from spmdctx.search.problem.memory.stored import on_chip
 
 
 def least_bytes(step: Step, meshes: Sequence[LogicalMesh], topology: Topology) -> float:

@@ -112,7 +112,7 @@ class MeshSearch:
             self._starts[setup.mesh] = solution.states
             if solution.lower_bound >= cutoff:
                 return Beaten(solution.lower_bound)
-        if solution is None or solution.lower_bound != solution.cost:
+        if solution is None or not solution.is_proven:
             solution = self.formulation.solve(sought, cutoff)
         self._starts[setup.mesh] = solution.states
         if _is_beaten(solution, cutoff, known_s):
@@ -130,7 +130,7 @@ class MeshSearch:
         looked = self._begun.pop(together, None)
         begun = looked or self._begin(replace(setup, mesh=together))
         solution = begun.solution
-        if solution is None or (solution.lower_bound < cutoff and solution.lower_bound != solution.cost):
+        if solution is None or (solution.lower_bound < cutoff and not solution.is_proven):
             solution = self.formulation.solve(begun.sought, cutoff)
         if not _is_beaten(solution, cutoff, known_s if looked else -math.inf):
             if len(setup.mesh.axes) < MAX_AXES:

@@ -175,6 +175,8 @@ class Budgets:
             if looked is setup and setup.mesh == _cheapest_of(looks):
                 self._first = self._meshes.first_plan(setup)
         turns.sort(key=lambda turn: _expected(looks[turn[0]]))
+        # A mesh whose best plan is known takes no more work, and rules out others.
+        turns.sort(key=lambda turn: not looks[turn[0]].is_proven)
         seen = [turn for _, turn in turns]
         return seen + [[setup] for setup in setups if not any(setup in turn for turn in seen)]
 

@@ -1,5 +1,6 @@
 """The order in which meshes with the same axes are searched, and where searches within memory begin."""
 
+import math
 from dataclasses import replace
 
 from spmdctx.cost.step import Step, bill_of
@@ -51,6 +52,32 @@ def test_the_order_on_which_the_joint_choice_costs_less_comes_first(monkeypatch)
             if is_exchanged:
                 return
     raise AssertionError("no second order was cheaper")
+
+
+def test_a_mesh_whose_first_look_proves_its_plan_is_searched_before_others(monkeypatch):
+    searched = []
+    look, search = MeshSearch.first_look, MeshSearch.fastest_on
+
+    def first_look(self, setup, known_s=math.inf):
+        found = look(self, setup, known_s)
+        if len(setup.mesh.axes) > 1:
+            # Such a bound is as true, and as low as those of large programs.
+            found = found._replace(lower_bound=found.lower_bound / 2)
+            self._begun[setup.mesh] = self._begun[setup.mesh]._replace(solution=found)
+        return found
+
+    def fastest_on(self, setup, known_s):
+        searched.append(len(setup.mesh.axes))
+        return search(self, setup, known_s)
+
+    monkeypatch.setattr(MeshSearch, "first_look", first_look)
+    monkeypatch.setattr(MeshSearch, "fastest_on", fastest_on)
+    made = random_step(7000, 12)
+    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+    request = Request("auto_parallel", 16, None, None, (), frozenset(), (), (), frozenset())
+    plan_dynamic(step, request, random_machine(7000), DynamicOptions(max_axes=2))
+    assert searched[0] == 1
+    assert 2 in searched
 
 
 def _within(seed, num_ops, num_devices, share):

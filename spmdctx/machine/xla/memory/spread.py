@@ -4,7 +4,7 @@ What XLA does: buffers of unlike sizes leave holes between them, ops run in anot
     knows. Arguments are as large as foreseen. Of the rest, small programs are foreseen less well than large ones.
 Seen in: libtpu 0.0.42 for v5e, v5p and v6e, CUDA plugin 0.10.2 for H100 (benchmarks/RESULTS.md). CPU: not measured.
 Switch: none: the name of the device tells
-Priced by: cost.price.peak, search.problem.memory_rows
+Priced by: cost.price.peak, search.problem.memory.rows
 Written or prevented by: nothing
 Checked by: tests/machine/xla/test_spread.py, benchmarks/memory_intervals.py
 """

@@ -12,14 +12,15 @@ What XLA does: memory is in tiles of the two minor dimensions. Most arrays are l
 Seen in: libtpu 0.0.42, v5e:2x4: the interactions of embeddings, bik,bjk->bij. libtpu 0.0.42.1, v5e, v5p and v6e: U-Nets,
     ResNets, gradients of tables of 8 to 64 features, attention over the edges of graphs (benchmarks/RESULTS.md). GPU and CPU have no tiles.
 Switch: none: the name of the device tells
-Priced by: cost.price.memory
+Priced by: cost.price.memory, search.problem.memory.stored
 Written or prevented by: nothing
-Checked by: tests/machine/xla/test_tiles.py, benchmarks/memory_intervals.py
+Checked by: tests/machine/xla/test_tiles.py, tests/search/problem/memory/test_rows.py, benchmarks/memory_intervals.py
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import permutations
 
 from spmdctx.ir.analysis.kinds import ops_of
@@ -50,6 +51,12 @@ _KEEPING_IMAGES = ("reshape", "broadcast_in_dim", "reduce_sum")
 Minor = tuple[int, ...]
 """The dimensions of a value of which two are its minor ones."""
 
+Shares = Callable[[Sequence[int], Minor], float]
+"""Returns how many times its bytes a block takes, by its shape and minor dimensions."""
+
+Filling = tuple[Mapping[int, Minor], Shares]
+"""Values with their minor dimensions, and how blocks of them are filled up."""
+
 
 def has_tiles(device: str) -> bool:
     """Returns whether a device, by a topology's name for it, has memory in tiles."""
@@ -74,6 +81,15 @@ def rows_filled_up(shape: Sequence[int], minor: Minor, least: float = _WORTH_COU
     return share if share > least else 1.0
 
 
+def laid_by_rows(shape: Sequence[int], minor: Minor) -> float:
+    """Returns how many times its bytes a block takes while it is laid out by rows of the dimensions `minor`; 0 if that changes nothing."""
+    if len(minor) == 1:
+        share = rows_filled_up(shape, minor, 1.0)
+    else:
+        share = filled_up(shape, minor, 1.0) if min(shape[dim] for dim in minor) > 1 else 1.0
+    return share if share > 1 else 0.0
+
+
 def in_lanes(graph: Graph) -> list[tuple[Op, dict[int, Minor]]]:
     """Returns the ops that scatter or look up rows which are laid out by rows only while they run, with those values."""
     values, known = graph.values, in_rows(graph)
@@ -88,6 +104,13 @@ def in_lanes(graph: Graph) -> list[tuple[Op, dict[int, Minor]]]:
         if rows:
             found.append((op, rows))
     return found
+
+
+def fillings(graph: Graph, device: str) -> list[Filling]:
+    """Returns the ways in which a device fills up stored values; a value may have several."""
+    if not has_tiles(device):
+        return []
+    return [(in_rows(graph), rows_filled_up), (in_tiles(graph), filled_up), (in_images(graph), partial(filled_up, least=1.0))]
 
 
 def in_tiles(graph: Graph) -> dict[int, Minor]:

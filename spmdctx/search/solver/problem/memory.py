@@ -17,6 +17,17 @@ _DIGITS = 12
 """Digits to which counts of lives are rounded."""
 
 
+def usage_over_time(memory: Memory, used: Sequence[float]) -> FloatArray:
+    """Returns the usage at each time where the nodes use so much while they live; at least one time."""
+    lives = np.array([life[:3] for life in memory.lives], dtype=np.int64).reshape(-1, 3)
+    sizes = np.asarray(used)[lives[:, 0]] * [life.share for life in memory.lives]
+    change = np.zeros(lives[:, 2].max(initial=0) + 1)
+    np.add.at(change, lives[:, 1], sizes)
+    np.subtract.at(change, lives[:, 2], sizes)
+    found: FloatArray = np.cumsum(change)
+    return found
+
+
 class Rows:
     """The memory constraints of a problem. The lives of a node are cut into pieces that do not overlap, each with a count.
 

@@ -16,7 +16,8 @@ from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.free_values import place_free_values
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher
-from spmdctx.search.problem.memory_rows import completed, counted_bytes, on_chip, passing_at, with_memory
+from spmdctx.search.problem.memory.rows import completed, counted_bytes, passing_at, with_memory
+from spmdctx.search.problem.memory.stored import on_chip
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.request import Setup
@@ -62,7 +63,31 @@ def scanned(weights, x):
     return weights - 0.1 * jax.grad(loss)(weights)
 
 
+def messages(weights, features):
+    """Narrow rows that are looked up along the edges of a graph, and summed at their receivers."""
+    senders, receivers = (jnp.arange(4096) * step % 128 for step in (7, 5))
+
+    def loss(weights):
+        h = features[:, :8] @ weights[0][:8, :8]
+        heard = jax.ops.segment_sum(jnp.tanh(h[senders] * h[receivers]), receivers, num_segments=128)
+        wide = jnp.tanh(heard)[:, :, None] * jnp.ones(16)
+        return jnp.sum(jax.ops.segment_sum(wide[senders] ** 2, receivers, num_segments=128))
+
+    return weights[0] - 0.1 * jax.grad(loss)(weights)[0]
+
+
+def interactions(weights, x):
+    """Small products for each example, whose other dimensions fill tiles."""
+
+    def loss(weights):
+        h = (x @ weights[0]).reshape(-1, 16, 16)
+        return jnp.sum(jnp.tanh(jnp.einsum("bik,bjk->bij", h, h)) ** 2)
+
+    return weights[0] - 0.1 * jax.grad(loss)(weights)[0]
+
+
 CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tied": (tied, [W, W], X), "normed": (normed, [W, W], X)}
+CASES |= {"messages": (messages, [W], X), "interactions": (interactions, [W], LONG)}
 CASES["scanned"] = (scanned, jax.ShapeDtypeStruct((6, 256, 256), jnp.float32), X)
 
 
@@ -109,6 +134,13 @@ def test_what_is_allowed_for_beside_the_next_value_of_an_argument_is_counted(dev
         assert counted <= billed
         # Of what is allowed for, a part has a greatest size, which a lower bound counts for the whole limit.
         assert counted >= 0.9 * billed
+
+
+@pytest.mark.parametrize(("case", "times"), [("messages", 6), ("interactions", 2)])
+def test_what_is_laid_out_in_tiles_or_by_rows_is_counted(case, times):
+    machine = replace(topology("tpu-v5e"), scratch_bytes=0)
+    for counted, billed in _counted_and_billed(trace(*CASES[case]), LogicalMesh.of((2, 4)), machine, times):
+        assert counted >= 0.99 * billed
 
 
 @pytest.mark.parametrize("is_fused", [False, True])

@@ -14,14 +14,14 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.search.dynamic.formulation import Formulation
 from spmdctx.search.dynamic.free_values import place_free_values
-from spmdctx.search.problem.memory_rows import completed, counted_bytes, passing_at, with_memory
-from spmdctx.search.problem.reserved_rows import at_least, with_reserved
+from spmdctx.search.problem.memory.reserved import at_least, with_reserved
+from spmdctx.search.problem.memory.rows import completed, counted_bytes, passing_at, with_memory
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.limits import AlgoLimits
 from spmdctx.search.setup.request import Setup
 from spmdctx.search.solver.solve import solve
 from tests.road import trace
-from tests.search.problem.test_memory_rows import chained
+from tests.search.problem.memory.test_rows import chained
 
 WEIGHTS, ROWS = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 5, jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
 

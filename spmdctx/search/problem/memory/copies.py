@@ -1,132 +1,26 @@
-"""The memory of a planning problem: the bytes that each node occupies in each state, and the times at which it does.
-
-The rows are the search's lower bound of the bill: `cost.price.memory` may count more at an op, and never less.
-
-A node has one usage per state. Other memory that its state causes needs an auxiliary node, which costs nothing and is joined to the
-node by an edge of zeros and infinities. Such memory is the copy that a use gathers, and on request the copies that an op makes for itself.
-
-Short-lived values are partly on the chip instead of in memory. Therefore every op has two rows. The first counts all live values and
-adds the chip's bytes to the limit; the second leaves out the values that may be on the chip.
-"""
+"""Rows of memory for copies, which need auxiliary nodes: those that uses gather, and those that ops make for themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.memory.lives import Peak, StepMemory
+from spmdctx.cost.memory.lives import StepMemory
 from spmdctx.ir.arrays import BoolArray, FloatArray, IntArray
 from spmdctx.ir.domain import domain
-from spmdctx.ir.graph import Graph, item_bytes
+from spmdctx.ir.graph import item_bytes
 from spmdctx.ir.primitives import MATRIX_PRODUCTS
 from spmdctx.ir.rule import FactorKind
-from spmdctx.machine.topology import Topology
-from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
-from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
-from spmdctx.machine.xla.narrowing import NARROW_BYTES, kept_share
-from spmdctx.search.problem.network import Carry, Network, Source
+from spmdctx.machine.xla.narrowing import NARROW_BYTES
+from spmdctx.search.problem.memory.stored import StoredRows
+from spmdctx.search.problem.network import Carry, Source
 from spmdctx.search.problem.tables import Tables
-from spmdctx.search.solver.problem.problem import Edge, Life, Memory, Problem
+from spmdctx.search.solver.problem.problem import Edge, Problem
 
 Passing = Carry | Source
 """A source of copies for one op alone: an edge into an op, an edge from an op to a slot, or a result that may be partial."""
-
-
-def with_memory(
-    tables: Tables,
-    problem: Problem,
-    memory: StepMemory,
-    limit: float,
-    passing: Collection[Passing] = (),
-    *,
-    only_stored: bool = False,
-    spread: float = 0.0,
-) -> Problem:
-    """Returns the problem with the budget `limit` in bytes; its states begin with those of the problem without a budget.
-
-    The problem counts values as they are stored. Unless `only_stored`, it also counts gathered copies, and the copies of `passing`. What
-    is no argument counts more by the share `spread`; so does the next value of an argument, which is in the same slot. The chip's share
-    (`on_chip`), `spread` included, is part of the limit.
-    """
-    builder = _RowBuilder(tables, problem, spread)
-    builder.add_values(memory)
-    if not only_stored:
-        builder.add_copies(memory)
-        builder.add_own_copies(memory, passing)
-        builder.add_rows_off_chip(memory)
-    return builder.problem(limit)
-
-
-def on_chip(topology: Topology, graph: Graph) -> OnChip:
-    """Returns the bytes that the chip may hold in place of the memory."""
-    return images_on_chip(graph, topology.device, OnChip.of(topology.compiler.scratch_bytes, topology.device))
-
-
-def op_at(memory: StepMemory, time: int) -> int:
-    """Returns the op that runs at a time of the problem; -1 if there is none."""
-    return time if time < 0 else time % max(len(memory.times), 1)
-
-
-def completed(problem: Problem, states: Sequence[int]) -> tuple[int, ...]:
-    """Completes the states of the first nodes of a problem with memory by the cheapest states of its auxiliary nodes."""
-    found, totals = list(states), [np.array(costs) for costs in problem.costs[len(states) :]]
-    for left, right, table in problem.edges:
-        if left < len(found) <= right:
-            totals[right - len(found)] += table[found[left]]
-    return (*found, *(int(total.argmin()) for total in totals))
-
-
-def passing_at(network: Network, memory: StepMemory, time: int) -> list[Passing]:
-    """Lists the edges and results that may have copies in memory for one op alone at this time."""
-    ops, nodes = network.space.graph.ops, network.nodes
-    # The set is only tested for membership, so its order does not matter.
-    classes = {network.folded.op_class[op.id] for op in ops if memory.runs[op.id] <= time <= memory.times[op.id] + 1}
-    found: list[Passing] = []
-    for carry in network.carries:
-        if carry.target in classes or (carry.source.node in classes and nodes[carry.target].sort == "slot"):
-            found.append(carry)
-    for node in sorted(classes - {-1}):
-        op = ops[nodes[node].member]
-        if FactorKind.REDUCTION in op.rule.kinds:
-            found += [Source(node, result) for result in range(len(op.results))]
-    return found
-
-
-def counted_bytes(problem: Problem, states: Sequence[int]) -> float:
-    """Returns the most bytes alive at once in a choice of states, as the problem counts them."""
-    memory = problem.memory
-    if memory is None or not memory.lives:
-        return 0.0
-    lives = np.array([(start, end) for _, start, end, _ in memory.lives], dtype=np.int64)
-    sizes = np.array([share * memory.usages[node][states[node]] for node, _, _, share in memory.lives])
-    change = np.zeros(lives[:, 1].max() + 1)
-    np.add.at(change, lives[:, 0], sizes)
-    np.subtract.at(change, lives[:, 1], sizes)
-    return float(np.cumsum(change).max())
-
-
-def least_peak(problem: Problem) -> Peak:
-    """Returns the time at which most bytes are alive if every node occupies as little as it can, and those bytes."""
-    memory = problem.memory
-    if memory is None or not memory.lives:
-        return Peak(0, 0)
-    lives = np.array([life[:3] for life in memory.lives], dtype=np.int64)
-    least = np.array([usage.min() for usage in memory.usages])[lives[:, 0]] * [life.share for life in memory.lives]
-    change = np.zeros(lives[:, 2].max() + 1)
-    np.add.at(change, lives[:, 1], least)
-    np.subtract.at(change, lives[:, 2], least)
-    alive = np.cumsum(change)
-    return Peak(int(alive.argmax()), int(alive.max()))
-
-
-def _may_be_elsewhere(memory: StepMemory) -> set[int]:
-    """Returns the products that may run last, unless they run last in any case."""
-    last = len(memory.times) - 1
-    return {one.op for one in memory.gradients if memory.times[one.op] != last}
-
 
 _Way = list[tuple[int, BoolArray]]
 _Readers = frozenset[tuple[int, int]]
@@ -139,81 +33,16 @@ class _Reader(NamedTuple):
     position: int
 
 
-class _RowBuilder:
+class CopyRows(StoredRows):
+    """Rows that also count copies; each makes an auxiliary node."""
+
     def __init__(self, tables: Tables, problem: Problem, spread: float) -> None:
-        self._tables, self._network, self._space = tables, tables.network, tables.space
-        self._costs, self._edges = list(problem.costs), list(problem.edges)
-        self._usages: list[FloatArray | None] = [None] * len(problem.costs)
-        self._share = 1 + spread
+        super().__init__(tables, problem, spread)
         self._auxiliary: dict[tuple[object, ...], int] = {}
         self._into_use = {carry.target: carry for carry in self._network.carries if self._network.nodes[carry.target].sort == "use"}
         self._slices: dict[tuple[object, ...], BoolArray] = {}
         # Tables are shared by the `id` of their arrays, so the arrays must stay alive.
         self._kept: list[object] = []
-        self._lives: list[Life] = []
-        self._memo: dict[tuple[object, ...], FloatArray] = {}
-
-    def problem(self, limit: float) -> Problem:
-        """Builds the problem from all that was added."""
-        nothing = [np.zeros(len(costs)) if usage is None else usage for costs, usage in zip(self._costs, self._usages, strict=True)]
-        return Problem(tuple(self._costs), tuple(self._edges), Memory(tuple(nothing), tuple(self._lives), limit))
-
-    def add_rows_off_chip(self, memory: StepMemory) -> None:
-        """Adds the second rows: the same lives without those that may be on the chip, and in their place all bytes that the chip holds."""
-        num_ops, chip = max(len(memory.times), 1), on_chip(self._space.topology, self._space.graph)
-        if not chip.total_bytes or not self._lives:
-            return
-        table = np.array([life[:3] for life in self._lives], dtype=np.int64)
-        least = np.array([0.0 if usage is None else usage.min() for usage in self._usages])[table[:, 0]]
-        least *= [min(life.share / self._share, 1.0) for life in self._lives]  # Narrow copies are smaller than their values.
-        stays = ~(is_short(table[:, 1], table[:, 2] - 1, num_ops) & (least <= chip.largest_bytes))
-        kept = list(compress(self._lives, stays.tolist()))
-        self._costs.append(np.zeros(1))
-        self._usages.append(np.array([float(chip.total_bytes)]))
-        self._live(len(self._costs) - 1, num_ops, 2 * num_ops)
-        self._lives += [Life(node, start + num_ops, end + num_ops, share) for node, start, end, share in kept]
-
-    def add_values(self, memory: StepMemory) -> None:
-        """Adds every value that exists in memory, where it is stored."""
-        network, space, topology = self._network, self._space, self._space.topology
-        stacks = memory.stacks if topology.compiler.narrows_matrix_operands else ()
-        arguments = set(space.graph.inputs)
-        for value, start, end, part in (*((*life, 1.0) for life in memory.lives), *stacks):
-            slot = space.slot_of[value]
-            if slot in space.free_slots:
-                continue
-            slot_class = network.folded.slot_class[slot]
-            if slot_class < 0:
-                self._lives.append(Life(self._unread_node(value), start, end + 1))
-                continue
-            node = network.slot_nodes[slot_class]
-            # Each argument counts as one once; what else lives of it are copies.
-            share = 1.0 if value in arguments else self._share
-            arguments.discard(value)
-            usage = self._usages[node]
-            if usage is None or (memory.narrow[value] and topology.compiler.narrows_matrix_operands):
-                kept = kept_share(space.graph.values[value], memory.narrow, topology)
-                size = kept * self._bytes(value, self._tables.choices[node].stored[0])
-                # Members of a class may be kept in different types.
-                self._usages[node] = size if usage is None else np.minimum(usage, size)
-            self._lives.append(Life(node, start, end + 1, part * share))
-
-    def _live(self, node: int, start: int, end: int) -> None:
-        """Adds a life of what is no argument."""
-        self._lives.append(Life(node, start, end, self._share))
-
-    def _bytes(self, value: int, numbers: IntArray | None) -> FloatArray:
-        """Returns one device's bytes of a value for each of the sharding `numbers`; without numbers, for its whole domain."""
-        known = self._space.graph.values[value]
-        own = domain(self._space.mesh, known.shape)
-        total = float(known.num_bytes)
-        return total / (own.slices if numbers is None else own.slices[numbers])
-
-    def _unread_node(self, value: int) -> int:
-        """Adds a node of one state for an input that no op reads: every device holds it whole."""
-        self._costs.append(np.zeros(1))
-        self._usages.append(self._bytes(value, np.zeros(1, dtype=np.int64)))
-        return len(self._costs) - 1
 
     def _add(self, key: tuple[object, ...], node: int, table: FloatArray) -> int:
         auxiliary = self._auxiliary[key] = len(self._costs)
@@ -396,3 +225,9 @@ class _RowBuilder:
 
     def _shared(self, key: tuple[object, ...], table: FloatArray) -> FloatArray:
         return self._memo.setdefault(key, table)
+
+
+def _may_be_elsewhere(memory: StepMemory) -> set[int]:
+    """Returns the products that may run last, unless they run last in any case."""
+    last = len(memory.times) - 1
+    return {one.op for one in memory.gradients if memory.times[one.op] != last}
