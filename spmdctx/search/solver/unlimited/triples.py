@@ -7,6 +7,8 @@ that are not decided.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from heapq import heappop, heappush
 from itertools import combinations
 from typing import NamedTuple
 
@@ -25,6 +27,9 @@ PAIR = (1.0 / 2.0, 1.0 / 3.0, 1.0 / 2.0)
 
 SEND_WORK = 4000
 """Additions that take as long as sending costs along one small table, forward and backward."""
+
+_ENDS = ((0, (None,)), (2, (slice(None), slice(None), None)), (1, (slice(None), None)))
+"""For each edge of a triple the axis of the third node, and how a table of the edge becomes one of all three."""
 
 _Pair = tuple[int, int]
 
@@ -136,9 +141,11 @@ class Triples:
 
     def run(self, num_passes: int) -> None:
         """Pools each triple, then sends costs along all edges forward and backward, `num_passes` times; the bound hardly ever falls."""
+        pooled = sorted({edge for triple in self._triples.values() for edge in triple.edges})
         for _ in range(num_passes):
+            shares = self._shares(pooled)
             for triple in self._triples.values():
-                self._pool(triple)
+                self._pool(triple, shares)
             for node in self._nodes:
                 self._send(node, forward=True)
             for node in reversed(self._nodes):
@@ -162,28 +169,26 @@ class Triples:
         left -= later
         return left
 
-    def _pool(self, triple: _Triple) -> None:
-        """Pools the costs of a triple's edges, and gives each edge its part of the minima."""
+    def _pool(self, triple: _Triple, every: Mapping[int, FloatArray]) -> None:
+        """Pools the costs of a triple's edges, and gives each edge its part of the minima; `every` are the shares of edges."""
         sides = list(zip(triple.edges, triple.turned, strict=True))
-        shares = [self._share(number).T if turned else self._share(number) for number, turned in sides]
+        shares = [every[number].T if turned else every[number] for number, turned in sides]
         tables = [self._view(number, turned) for number, turned in sides]
         later, second, third = (table + share - given for table, share, given in zip(tables, shares, triple.given, strict=True))
         left = second[:, :, None] + third[:, None, :]
         left += later
-        for place, axis in enumerate((0, 2, 1)):
-            part = left.min(axis=axis)
+        for place, (axis, back) in enumerate(_ENDS):
+            part = np.minimum.reduce(left, axis=axis)
             part *= PAIR[place]
-            left -= np.expand_dims(part, axis)
+            left -= part[back]
             part -= shares[place]
             triple.given[place] += part - tables[place]
             tables[place][...] = part
 
-    def _share(self, number: int) -> FloatArray:
-        """Returns the share of an edge in the costs of its nodes."""
-        node, other = self._pairs[number]
-        of_node, of_other = self._costs[node] / sum(map(len, self._near[node])), self._costs[other] / sum(map(len, self._near[other]))
-        share: FloatArray = of_node[:, None] + of_other
-        return share
+    def _shares(self, edges: Iterable[int]) -> dict[int, FloatArray]:
+        """Returns the shares of edges in the costs of their nodes."""
+        own = {node: costs / sum(map(len, self._near[node])) for node, costs in self._costs.items() if any(self._near[node])}
+        return {number: own[self._pairs[number][0]][:, None] + own[self._pairs[number][1]] for number in edges}
 
     def bound(self) -> Bound:
         """Returns the bound of the present spread."""
@@ -214,17 +219,27 @@ class Triples:
 def _cover(near: dict[int, set[int]], sizes: dict[int, int]) -> list[tuple[int, int, int]]:
     """Returns the triples of an elimination order: each node with two neighbours at its turn. Uses up `near`."""
     found: list[tuple[int, int, int]] = []
-    while near:
-        node = min(near, key=lambda node: (len(near[node]), _product(sizes, near[node]), node))
+    keys = {node: (len(around), _product(sizes, around), node) for node, around in near.items()}
+    queue = sorted(keys.values())
+    while queue:
+        key = heappop(queue)
+        node = key[2]
+        if keys.get(node) != key:
+            continue
+        del keys[node]
         around = near.pop(node)
         for other in around:
             near[other].discard(node)
-        if len(around) > MAX_WIDTH:
-            continue
-        for second, third in combinations(sorted(around), 2):
-            found.append((node, second, third))
-            near[second].add(third)
-            near[third].add(second)
+        if len(around) <= MAX_WIDTH:
+            for second, third in combinations(sorted(around), 2):
+                found.append((node, second, third))
+                near[second].add(third)
+                near[third].add(second)
+        for other in around:
+            changed = len(near[other]), _product(sizes, near[other]), other
+            if changed != keys[other]:
+                keys[other] = changed
+                heappush(queue, changed)
     return found
 
 
