@@ -114,9 +114,11 @@ class Formulation(Generic[TablesT]):
         space = self.space_on(setup.mesh)
         return self._make_tables(self.network(space, setup), space, setup, self.limits)
 
-    def sought(self, problem: Problem, alike: Sought | None = None, places: Sequence[IntArray] = (), *, is_reused: bool = False) -> Sought:
+    def sought(
+        self, problem: Problem, alike: Sought | None = None, places: Sequence[IntArray] = (), *, is_reused: bool = False, worth: float = 0.0
+    ) -> Sought:
         """Returns the search of a problem without memory, which may be solved in several steps; see `Sought` for the others."""
-        return Sought(problem, tolerance=self.limits.tolerance, alike=alike, places=places, is_reused=is_reused)
+        return Sought(problem, tolerance=self.limits.tolerance, alike=alike, places=places, is_reused=is_reused, worth=worth)
 
     def solve(self, sought: Sought, cutoff: float) -> Solution:
         """Solves a problem without memory, as far as its solutions may cost less than the cutoff.

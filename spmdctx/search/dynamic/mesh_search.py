@@ -33,6 +33,9 @@ _CLOSE = 1e-7
 _WORTH = 1e-3
 """Share of its seconds by which another mesh of several axes must be able to improve a large program's plan."""
 
+_WORTH_TIGHTENING = 5e-3
+"""Share of a large program's best plan by which a bound must lie below it to be tightened around cycles, which takes long."""
+
 _AS_NEAR = 1.05
 """Multiple of the gap of a plan of another program at which the first plan of one alike is near enough."""
 
@@ -112,7 +115,7 @@ class MeshSearch:
             self._starts[setup.mesh] = solution.states
             if solution.lower_bound >= cutoff:
                 return Beaten(solution.lower_bound)
-        if solution is None or not solution.is_proven:
+        if solution is None or solution.lower_bound != solution.cost:
             solution = self.formulation.solve(sought, cutoff)
         self._starts[setup.mesh] = solution.states
         if _is_beaten(solution, cutoff, known_s):
@@ -130,7 +133,7 @@ class MeshSearch:
         looked = self._begun.pop(together, None)
         begun = looked or self._begin(replace(setup, mesh=together))
         solution = begun.solution
-        if solution is None or (solution.lower_bound < cutoff and not solution.is_proven):
+        if solution is None or (solution.lower_bound < cutoff and solution.lower_bound != solution.cost):
             solution = self.formulation.solve(begun.sought, cutoff)
         if not _is_beaten(solution, cutoff, known_s if looked else -math.inf):
             if len(setup.mesh.axes) < MAX_AXES:
@@ -297,9 +300,10 @@ class MeshSearch:
         return _Begun(tables, self._sought(tables, problem, alike))
 
     def _sought(self, tables: Tables, problem: Problem, alike: _Begun | None) -> Sought:
+        worth = 0.0 if self.is_small else _WORTH_TIGHTENING
         if alike is None:
-            return self.formulation.sought(problem, is_reused=_is_reused(tables.space.mesh))
-        return self.formulation.sought(problem, alike.sought, resembling(tables, alike.tables))
+            return self.formulation.sought(problem, is_reused=_is_reused(tables.space.mesh), worth=worth)
+        return self.formulation.sought(problem, alike.sought, resembling(tables, alike.tables), worth=worth)
 
     def _tables_on(self, setup: Setup) -> Tables:
         tables = self._tables.get(setup.mesh)

@@ -108,6 +108,7 @@ class Budgets:
     def __init__(self, meshes: MeshSearch, setups: list[Setup], *, is_interruptible: bool = False) -> None:
         self._meshes = meshes
         self._bounds: dict[LogicalMesh, float] = {}
+        self._looked_s: dict[LogicalMesh, float] = {}
         self._best: Found | None = None
         self._first: Callable[[], Found] | None = None
         self._joins_sizes = False
@@ -169,14 +170,13 @@ class Budgets:
             elif setup.mesh in self._bounds or self._beaten_together(setup, few, looks):
                 continue
             tell(f"a first look at mesh {number + 1} of {len(few)}, {mesh_text(setup.mesh)}")
-            known_s = min((look.cost for mesh, look in looks.items() if not isinstance(mesh, AnyOrder)), default=math.inf)
-            looks[looked.mesh] = self._meshes.first_look(looked, known_s)
+            looks[looked.mesh] = self._meshes.first_look(looked, min(self._looked_s.values(), default=math.inf))
             turns.append((looked.mesh, turn))
-            if looked is setup and setup.mesh == _cheapest_of(looks):
-                self._first = self._meshes.first_plan(setup)
+            if looked is setup:
+                self._looked_s[setup.mesh] = looks[setup.mesh].cost
+                if setup.mesh == _cheapest_of(looks):
+                    self._first = self._meshes.first_plan(setup)
         turns.sort(key=lambda turn: _expected(looks[turn[0]]))
-        # A mesh whose best plan is known takes no more work, and rules out others.
-        turns.sort(key=lambda turn: not looks[turn[0]].is_proven)
         seen = [turn for _, turn in turns]
         return seen + [[setup] for setup in setups if not any(setup in turn for turn in seen)]
 
@@ -217,9 +217,10 @@ class Budgets:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
         for number, setup in enumerate(own for turn in self._turns for own in self._bounded(turn)):
-            known_s = float("inf") if best is None else best.cost_s
             if setup.mesh in self._bounds:
                 continue
+            self._looked_s.pop(setup.mesh, None)
+            known_s = self._known_s()
             known = "" if best is None else f"; so far {seconds_text(best.cost_s)} a step on {mesh_text(best.setup.mesh)}"
             tell(f"mesh {number + 1} of {len(self._setups)}, {mesh_text(setup.mesh)}{known}")
             found = self._beaten_in_any_order(setup, known_s) or self._meshes.fastest_on(setup, known_s)
@@ -230,12 +231,16 @@ class Budgets:
         assert best is not None
         return best._replace(lower_bound_s=min([best.cost_s, *self._bounds.values()]))
 
+    def _known_s(self) -> float:
+        """Returns the least cost of the plans that were found, and hardly more than that of first looks at meshes to come."""
+        looked_s = min(self._looked_s.values(), default=math.inf) * (1 + 4 * SAME_COST)
+        return looked_s if self._best is None else min(looked_s, self._best.cost_s)
+
     def _bounded(self, turn: list[Setup]) -> list[Setup]:
         """Bounds the meshes of a turn together, and returns them in the order in which they are searched."""
         if len(turn) == 1:
             return turn
-        known_s = math.inf if self._best is None else self._best.cost_s
-        bound = self._bound_together(turn[0], [own.mesh for own in turn], known_s)
+        bound = self._bound_together(turn[0], [own.mesh for own in turn], self._known_s())
         return turn if bound is not None else self._meshes.cheaper_first(turn)
 
     def _beaten_in_any_order(self, setup: Setup, known_s: float) -> Beaten | None:

@@ -98,6 +98,7 @@ class Sought:
         alike: Another problem with the same nodes, searched before, that costs nearly the same. It changes the work, not the bound.
         places: With `alike`, for each node the state of the other problem that each of its states resembles, -1 for none.
         is_reused: Whether other searches may start from this one; it then takes more time after its first bounds.
+        worth: The share of the best cost by which a bound must lie below it to be tightened around cycles.
     """
 
     def __init__(
@@ -109,9 +110,11 @@ class Sought:
         alike: Sought | None = None,
         places: Sequence[IntArray] = (),
         is_reused: bool = False,
+        worth: float = 0.0,
     ) -> None:
         self.problem = problem
-        self._search = replace(_search(effort, tolerance, float("inf"), None), keeps_states=is_reused, has_momentum=True)
+        search = _search(effort, tolerance, float("inf"), None)
+        self._search = replace(search, keeps_states=is_reused, has_momentum=True, worth=worth)
         self._graph = CostGraph.of(problem.costs, problem.edges, Pool())
         before = None if alike is None else alike._minimisation
         dual = None if before is None else before.dual

@@ -3,6 +3,8 @@
 import math
 from dataclasses import replace
 
+import pytest
+
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic import searcher as searcher_module
@@ -54,12 +56,13 @@ def test_the_order_on_which_the_joint_choice_costs_less_comes_first(monkeypatch)
     raise AssertionError("no second order was cheaper")
 
 
-def test_a_mesh_whose_first_look_proves_its_plan_is_searched_before_others(monkeypatch):
-    searched = []
+def test_plans_of_first_looks_rule_out_meshes_that_are_searched_before(monkeypatch):
+    looked_s, known, orders = {}, {}, []
     look, search = MeshSearch.first_look, MeshSearch.fastest_on
 
     def first_look(self, setup, known_s=math.inf):
         found = look(self, setup, known_s)
+        looked_s[setup.mesh] = found.cost
         if len(setup.mesh.axes) > 1:
             # Such a bound is as true, and as low as those of large programs.
             found = found._replace(lower_bound=found.lower_bound / 2)
@@ -67,17 +70,26 @@ def test_a_mesh_whose_first_look_proves_its_plan_is_searched_before_others(monke
         return found
 
     def fastest_on(self, setup, known_s):
-        searched.append(len(setup.mesh.axes))
+        known[setup.mesh] = known_s
+        orders.append(setup.mesh)
         return search(self, setup, known_s)
 
-    monkeypatch.setattr(MeshSearch, "first_look", first_look)
-    monkeypatch.setattr(MeshSearch, "fastest_on", fastest_on)
-    made = random_step(7000, 12)
-    step = Step(made.graph, made.scopes, made.from_literals, frozenset())
-    request = Request("auto_parallel", 16, None, None, (), frozenset(), (), (), frozenset())
-    plan_dynamic(step, request, random_machine(7000), DynamicOptions(max_axes=2))
-    assert searched[0] == 1
-    assert 2 in searched
+    for seed in range(7000, 7020):
+        made = random_step(seed, 12)
+        step = Step(made.graph, made.scopes, made.from_literals, frozenset())
+        request = Request("auto_parallel", 16, None, None, (), frozenset(), (), (), frozenset())
+        truth = plan_dynamic(step, request, random_machine(seed), DynamicOptions(max_axes=2))
+        with monkeypatch.context() as patch:
+            patch.setattr(MeshSearch, "first_look", first_look)
+            patch.setattr(MeshSearch, "fastest_on", fastest_on)
+            for past in (looked_s, known, orders):
+                past.clear()
+            found = plan_dynamic(step, request, random_machine(seed), DynamicOptions(max_axes=2))
+        assert found.cost_s == pytest.approx(truth.cost_s, rel=1e-9)
+        for place, mesh in enumerate(orders):
+            to_come = [looked_s[other] for other in orders[place + 1 :] if other in looked_s]
+            assert known[mesh] <= min(to_come, default=math.inf) * (1 + 1e-8)
+    assert len(orders) > 2
 
 
 def _within(seed, num_ops, num_devices, share):

@@ -195,3 +195,14 @@ def test_sweeps_go_on_as_long_as_they_raise_the_bound(monkeypatch):
     assert found[0.0].counts["sweeps"] == sum(SWEEPS)
     assert found[2e8].counts["sweeps"] >= sum(SWEEPS) + MORE_SWEEPS
     assert found[0.0].lower_bound < found[2e8].lower_bound <= found[2e8].cost
+
+
+@pytest.mark.parametrize("how", [{"worth": 0.2}, {"is_reused": True}], ids=str)
+def test_a_bound_is_tightened_around_cycles_only_where_that_pays(how, monkeypatch):
+    for name in ("DIRECT_WORK", "SHELL_WORK", "FIRST_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 0)
+    problem = grid(8, 8, 0)
+    tight, left = Sought(problem).solve(), Sought(problem, **how).solve()
+    assert tight.counts["passes"] > 0
+    assert "passes" not in left.counts
+    assert left.lower_bound < tight.lower_bound <= tight.cost <= left.cost

@@ -81,11 +81,6 @@ class Solution(NamedTuple):
     met: tuple[tuple[int, ...], ...] = ()
     prices: tuple[tuple[int, float], ...] = ()
 
-    @property
-    def is_proven(self) -> bool:
-        """Whether no choice costs less."""
-        return self.lower_bound == self.cost
-
 
 class Infeasible(NamedTuple):
     """No choice of states fits: the time that cannot be met, the least usage possible there, and a limit that can be met.

@@ -247,12 +247,17 @@ class _Shells:
         return self._gap() <= good and self.bound - before < WORTH_SWEEPS * self._gap()
 
     def _tighten(self, dual: Dual, bound: Bound) -> None:
-        """Raises the bound by triples, and by more of them each time it hardly rises; states that cost too much are left out."""
-        if self.best is None:
+        """Raises the bound by triples, and by more of them each time it hardly rises; states that cost too much are left out.
+
+        From messages that other searches start from, these do it, each for itself.
+        """
+        if self.best is None or self.search.keeps_states:
             return
         triples = Triples(self.core, dual, FORBIDDEN * abs(self.best.cost))
         work, share = TRIPLES_WORK * 4.0**self.search.effort, FIRST_SHARE
-        while work > 0 and self._spare(bound) > GOOD_GAP / 4**self.search.effort * abs(self.best.cost):
+        good = GOOD_GAP / 4**self.search.effort * abs(self.best.cost)
+        worth = max(good, self.search.worth * abs(min(self.search.cutoff, self.best.cost)))
+        while work > 0 and self._spare(bound) > worth:
             near = {node: int((beliefs <= bound.value + share * self._spare(bound)).sum()) for node, beliefs in bound.beliefs.items()}
             triples.cover({node: count for node, count in near.items() if count > 1}, MAX_TRIPLES)
             share, gain, before = 4 * share, np.inf, bound.value

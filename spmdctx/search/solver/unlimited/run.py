@@ -23,7 +23,7 @@ class SolverRun:
     `work` limits one elimination, `rounds` the times that a bound is improved. `progress` is the share of the time
     that is over, `left` the seconds that are left. `keeps_states` says that messages keep the states that a bound shows to be useless,
     `has_momentum` that they gain momentum; a bound is `enough` that makes more sweeps pointless, and a minimum that is `useless` or less
-    need not be found.
+    need not be found. Below the best cost by less than the share `worth`, a bound is not tightened around cycles.
     """
 
     effort: int = 2
@@ -39,6 +39,7 @@ class SolverRun:
     enough: float = np.inf
     useless: float = -np.inf
     has_momentum: bool = False
+    worth: float = 0.0
 
     def expired(self) -> bool:
         """Returns whether the time is over."""
