@@ -206,3 +206,26 @@ def test_a_bound_is_tightened_around_cycles_only_where_that_pays(how, monkeypatc
     assert tight.counts["passes"] > 0
     assert "passes" not in left.counts
     assert left.lower_bound < tight.lower_bound <= tight.cost <= left.cost
+
+
+def agreeing(seed, num_nodes=60, num_states=6, solutions=4):
+    """A random graph on which several choices of all nodes cost nothing more than the nodes do, and parts of different ones do."""
+    random = np.random.default_rng(seed)
+    chosen = np.array([random.permutation(num_states)[:solutions] for _ in range(num_nodes)])
+    others = [(node, int(other)) for node in range(num_nodes) for other in random.choice(num_nodes, 2, replace=False)]
+    pairs = {(min(pair), max(pair)) for pair in others if pair[0] != pair[1]}
+    edges = []
+    for left, right in sorted(pairs):
+        table = random.integers(1, 4, (num_states, num_states)).astype(float)
+        table[chosen[left], chosen[right]] = 0.0
+        edges.append(Edge(left, right, table))
+    return Problem(tuple(np.ones(num_states) for _ in range(num_nodes)), tuple(edges))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ties_are_broken_where_nodes_choose_parts_of_different_choices(seed, monkeypatch):
+    for name in ("DIRECT_WORK", "SHELL_WORK", "FIRST_WORK", "TRIPLES_WORK"):
+        monkeypatch.setattr(f"spmdctx.search.solver.unlimited.energy.{name}", 0)
+    monkeypatch.setattr("spmdctx.search.solver.solve.WORK", 0)
+    found = solve(agreeing(seed))
+    assert found.cost == found.lower_bound == 60.0

@@ -213,6 +213,21 @@ class Dual:
             np.add.at(totals, batch.right.ravel(), change.ravel())
         messages[batch.into_right] = sent
 
+    def untied(self, most: float, parts: Sequence[int], expired: Callable[[], bool], is_enough: Callable[[list[int]], bool]) -> None:
+        """Chooses states after each part of sweeps with up to `most` more for each state, at random; leaves the messages as they are.
+
+        Where several choices cost the same, each node may choose a part of another one. This makes one of them the best.
+        """
+        kept, before = self.kept(), (self._momentum, self._sweeps, self._earlier, self._highest)
+        self._costs = self._costs + most * np.random.default_rng(0).random(len(self._costs))
+        self._momentum, self._sweeps, self._highest = MOMENTUM, 0, None
+        for part in parts:
+            self.sweep(part, expired)
+            if is_enough(self.decode()):
+                break
+        self._messages, self._costs = kept
+        self._momentum, self._sweeps, self._earlier, self._highest = before
+
     def kept(self) -> tuple[FloatArray, FloatArray]:
         """Returns a copy of the present messages and costs, of which `bound` can be asked later."""
         return self._messages.copy(), self._costs.copy()

@@ -60,6 +60,9 @@ WORTH_GAIN = 0.02
 """Share of the gap by which passes must raise the bound to go on with the same triples."""
 GOOD_GAP = 0.04
 """Gap at effort 0, relative to the cost, that is not worth triples; each effort allows a quarter of the gap before."""
+TIED_GAP, TIE_BREAK, UNTIED_SWEEPS = 0.005, 1e-4, (10, 10, 10, 10, 10)
+"""The gap, relative to the cost, from which ties are broken, the share of the cost that breaks them, spread over all nodes, and the
+sweeps before each choice of states."""
 FORBIDDEN = 4.0
 """Replaces infinite costs, as a multiple of the best cost."""
 
@@ -213,9 +216,16 @@ class _Shells:
                 # Not before: some bounds end in the first few sweeps, and of equal states these choose the same ones.
                 dual.gain_momentum()
         self._raise(bound.value + self.core.base)
-        states = dual.decode()
-        self._offer(Minimum(states, descend(self.core, states) + self.core.base, 0.0))
+        self._decoded(dual.decode())
+        if self.best is not None and self._gap() > TIED_GAP * abs(self.best.cost) and not self._is_done():
+            most = TIE_BREAK * abs(self.best.cost) / len(dual.nodes)
+            dual.untied(most, UNTIED_SWEEPS, self.search.expired, self._decoded)
         return bound
+
+    def _decoded(self, states: list[int]) -> bool:
+        """Offers states that messages choose, after changes of one node at a time; returns whether the search is done."""
+        self._offer(Minimum(states, descend(self.core, states) + self.core.base, 0.0))
+        return self._is_done()
 
     def _rounds(self, *, is_resumed: bool) -> Iterator[int]:
         """Yields the number of sweeps before each look at the bound.
