@@ -217,7 +217,8 @@ class _Shells:
                 dual.gain_momentum()
         self._raise(bound.value + self.core.base)
         self._decoded(dual.decode())
-        if self.best is not None and self._gap() > TIED_GAP * abs(self.best.cost) and not self._is_done():
+        # At prices of memory, the bound matters more.
+        if self.search.has_momentum and self.best is not None and self._gap() > TIED_GAP * abs(self.best.cost) and not self._is_done():
             most = TIE_BREAK * abs(self.best.cost) / len(dual.nodes)
             dual.untied(most, UNTIED_SWEEPS, self.search.expired, self._decoded)
         return bound
@@ -252,9 +253,9 @@ class _Shells:
             before = self.bound
 
     def _crawls(self, before: float) -> bool:
-        """Returns whether the bound hardly rises, and the gap is not worth triples."""
-        good = GOOD_GAP / 4**self.search.effort * abs(self.best.cost if self.best else 0.0)
-        return self._gap() <= good and self.bound - before < WORTH_SWEEPS * self._gap()
+        """Returns whether the bound hardly rises towards the least cost that is known."""
+        known = min(self.search.cutoff, np.inf if self.best is None else self.best.cost)
+        return self.bound - before < WORTH_SWEEPS * (known - self.bound)
 
     def _tighten(self, dual: Dual, bound: Bound) -> None:
         """Raises the bound by triples, and by more of them each time it hardly rises; states that cost too much are left out.
