@@ -9,7 +9,7 @@ Seen in: libtpu 0.0.42, v5e:2x4: without narrow results 50 of 70 peaks are withi
     float32 weights are gathered as bfloat16. GPU and CPU do neither.
 Switch: `Compiler.narrows_matrix_operands`
 Priced by: cost.price.price, cost.price.moves, cost.price.memory, cost.evaluate, cost.shared_reads, cost.bodies, cost.memory.lives,
-    search.problem.memory.rows, search.problem.network
+    search.problem.memory.stored, search.problem.memory.copies, search.problem.network
 Written or prevented by: lowering.rewrite.rewriter takes values through the shardings that products share.
 Checked by: tests/machine/xla/test_narrowing.py, tests/machine/xla/test_partial_sums.py, tests/audit/test_collectives_tpu.py,
     benchmarks/fidelity_plans.py

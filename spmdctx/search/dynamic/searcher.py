@@ -217,9 +217,9 @@ class Budgets:
         """Finds the cheapest assignment on any of the meshes, whatever memory it takes."""
         best: Found | None = None
         for number, setup in enumerate(own for turn in self._turns for own in self._bounded(turn)):
+            self._looked_s.pop(setup.mesh, None)
             if setup.mesh in self._bounds:
                 continue
-            self._looked_s.pop(setup.mesh, None)
             known_s = self._known_s()
             known = "" if best is None else f"; so far {seconds_text(best.cost_s)} a step on {mesh_text(best.setup.mesh)}"
             tell(f"mesh {number + 1} of {len(self._setups)}, {mesh_text(setup.mesh)}{known}")

@@ -11,7 +11,7 @@ Seen in: libtpu 0.0.42.1, v5e, v5p and v6e, 44 scanned programs on one device an
     step makes is written narrow at once, and is never in memory as it was. Products of `Precision.HIGH` read the wide type, which the step
     does not tell. LLaMA2-7B with LoRA: 62.98 GiB are compiled, 58.0 planned without copies of frozen weights and 70.1 with them.
 Switch: `Compiler.narrows_matrix_operands`
-Priced by: cost.memory.loops and cost.memory.lives, for cost.price.memory and search.problem.memory.rows
+Priced by: cost.memory.loops and cost.memory.lives, for cost.price.memory and search.problem.memory.stored
 Written or prevented by: nothing
 Checked by: tests/machine/xla/kept/test_narrow_stacks.py
 """

@@ -6,7 +6,7 @@ What XLA does: what a convolution makes may be on the chip as a whole, up to ten
     Images stay from the forward pass to the backward one where there is room, while other values that live as long do not.
 Seen in: libtpu 0.0.42.1: live buffers of 34 programs of ResNets, U-Nets, autoencoders and ConvNeXts (benchmarks/RESULTS.md).
 Switch: none: the name of the device tells
-Priced by: cost.price.memory, cost.memory.lives, search.problem.memory.rows
+Priced by: cost.price.memory, cost.memory.lives, search.problem.memory.stored
 Written or prevented by: nothing
 Checked by: tests/machine/xla/test_images_on_chip.py, benchmarks/memory_intervals.py
 """

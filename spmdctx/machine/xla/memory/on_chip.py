@@ -7,7 +7,7 @@ Seen in: libtpu 0.0.42.1, v5e:2x4: of 48 plans without convolutions 37 are withi
     chip counts, and so are 21 of 24 stages, 18 before (benchmarks/RESULTS.md). For v5p and v6e a larger part makes plans worse. GPU and
     CPU have no such memory.
 Switch: `Compiler.scratch_bytes`
-Priced by: cost.memory.lives, search.problem.memory.rows, cost.roofline
+Priced by: cost.memory.lives, search.problem.memory.stored, cost.roofline
 Written or prevented by: nothing
 Checked by: tests/cost/memory/test_lives.py, tests/search/problem/memory/test_rows.py, benchmarks/memory_fidelity.py
 """
