@@ -174,7 +174,7 @@ class MemoryCount:
     def _scatter_rows(self) -> None:
         """Adds tables into which rows are scattered, and rows of two dimensions, that take more while they are laid out by rows."""
         assigned = self._assigned
-        for op, rows in in_lanes(assigned.graph) if has_tiles(assigned.topology.device) else ():
+        for op, rows in in_lanes(assigned.graph, assigned.topology.device):
             natural = dict(zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results), strict=True))
             num_bytes = 0
             for value, minor in rows.items():

@@ -90,8 +90,10 @@ def laid_by_rows(shape: Sequence[int], minor: Minor) -> float:
     return share if share > 1 else 0.0
 
 
-def in_lanes(graph: Graph) -> list[tuple[Op, dict[int, Minor]]]:
-    """Returns the ops that scatter or look up rows which are laid out by rows only while they run, with those values."""
+def in_lanes(graph: Graph, device: str) -> list[tuple[Op, dict[int, Minor]]]:
+    """Returns the ops that scatter or look up rows which a device lays out by rows only while they run, with those values."""
+    if not has_tiles(device):
+        return []
     values, known = graph.values, in_rows(graph)
     found: list[tuple[Op, dict[int, Minor]]] = []
     for op in ops_of(graph, _BY_ROWS):

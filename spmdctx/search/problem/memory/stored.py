@@ -18,7 +18,7 @@ from spmdctx.ir.mesh import local_shape
 from spmdctx.machine.topology import Topology
 from spmdctx.machine.xla.memory.images_on_chip import images_on_chip
 from spmdctx.machine.xla.memory.on_chip import OnChip, is_short
-from spmdctx.machine.xla.memory.tiles import Minor, Shares, fillings, has_tiles, in_lanes, laid_by_rows
+from spmdctx.machine.xla.memory.tiles import Minor, Shares, fillings, in_lanes, laid_by_rows
 from spmdctx.machine.xla.narrowing import kept_share
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.problem import Life, Memory, Problem
@@ -84,14 +84,40 @@ class StoredRows:
             # Each argument counts as one once; what else lives of it are copies.
             share = 1.0 if value in arguments else self._share
             arguments.discard(value)
-            usage, fills = self._usages[node], self._fillings_of(value)
-            if usage is None or fills or node in self._filled or (memory.narrow[value] and topology.compiler.narrows_matrix_operands):
+            fills = self._fillings_of(value)
+            if (
+                self._usages[node] is None
+                or fills
+                or node in self._filled
+                or (memory.narrow[value] and topology.compiler.narrows_matrix_operands)
+            ):
                 kept, stored = kept_share(space.graph.values[value], memory.narrow, topology), self._tables.choices[node].stored[0]
-                size = kept * self._bytes(value, stored) * self._shares(value, stored, fills)
-                # Members of a class may be kept in different types, or laid out in other tiles.
-                self._usages[node] = size if usage is None else np.minimum(usage, size)
+                self._use(node, kept * self._bytes(value, stored) * self._filled_up(value, stored, fills))
                 self._filled |= {node} if fills else set()
             self._lives.append(Life(node, start, end + 1, part * share))
+
+    def add_rows_of_ops(self, memory: StepMemory) -> None:
+        """Adds what rows take more, while an op looks them up or scatters them, than as they are stored."""
+        space, network = self._space, self._network
+        for op, rows in in_lanes(space.graph, space.topology.device):
+            node = network.folded.op_class[op.id]
+            if node < 0:
+                continue
+            choices = self._tables.choices[node]
+            assert choices.split is not None
+            assert choices.states is not None
+            naturals = dict(zip((*op.operands, *op.results), (*choices.split.operands, *choices.split.results), strict=True))
+            added = np.zeros(len(choices.seconds))
+            for value, minor in rows.items():
+                natural = naturals[value][choices.states.split]
+                added += self._bytes(value, natural) * self._filled_up(value, natural, ((minor, laid_by_rows),))
+            self._use(node, added)
+            self._live(node, memory.times[op.id], memory.times[op.id] + 1)
+
+    def _use(self, node: int, usage: FloatArray) -> None:
+        """Sets the usage of a node; members of a class may be kept in different types, or laid out in other tiles, and the least counts."""
+        before = self._usages[node]
+        self._usages[node] = usage if before is None else np.minimum(before, usage)
 
     def _live(self, node: int, start: int, end: int) -> None:
         """Adds a life of what is no argument."""
@@ -108,10 +134,10 @@ class StoredRows:
         """Returns how blocks of a value are filled up."""
         return tuple([(known[value], share_of) for known, share_of in self._fillings if value in known])
 
-    def _shares(self, value: int, numbers: IntArray, fills: tuple[tuple[Minor, Shares], ...]) -> FloatArray:
+    def _filled_up(self, value: int, numbers: IntArray, fills: tuple[tuple[Minor, Shares], ...]) -> FloatArray:
         """Returns how many times its bytes a value takes for each of the sharding `numbers`."""
         shape, mesh = self._space.graph.values[value].shape, self._space.mesh
-        key = ("shares", shape, fills)
+        key = ("filled up", shape, fills)
         if key not in self._memo:
             blocks = [local_shape(shape, sharding, mesh) for sharding in domain(mesh, shape).shardings]
             self._memo[key] = np.array([math.prod([share_of(block, minor) for minor, share_of in fills]) for block in blocks])
@@ -122,22 +148,3 @@ class StoredRows:
         self._costs.append(np.zeros(1))
         self._usages.append(self._bytes(value, np.zeros(1, dtype=np.int64)))
         return len(self._costs) - 1
-
-    def add_rows_of_ops(self, memory: StepMemory) -> None:
-        """Adds what rows take more, while an op looks them up or scatters them, than as they are stored."""
-        space, network = self._space, self._network
-        for op, rows in in_lanes(space.graph) if has_tiles(space.topology.device) else ():
-            node = network.folded.op_class[op.id]
-            if node < 0:
-                continue
-            choices = self._tables.choices[node]
-            assert choices.split is not None
-            assert choices.states is not None
-            naturals = dict(zip((*op.operands, *op.results), (*choices.split.operands, *choices.split.results), strict=True))
-            added = np.zeros(len(choices.seconds))
-            for value, minor in rows.items():
-                natural = naturals[value][choices.states.split]
-                added += self._bytes(value, natural) * self._shares(value, natural, ((minor, laid_by_rows),))
-            usage = self._usages[node]
-            self._usages[node] = added if usage is None else np.minimum(usage, added)
-            self._live(node, memory.times[op.id], memory.times[op.id] + 1)

@@ -221,12 +221,14 @@ class Dual:
         kept, before = self.kept(), (self._momentum, self._sweeps, self._earlier, self._highest)
         self._costs = self._costs + most * np.random.default_rng(0).random(len(self._costs))
         self._momentum, self._sweeps, self._highest = MOMENTUM, 0, None
-        for part in parts:
-            self.sweep(part, expired)
-            if is_enough(self.decode()):
-                break
-        self._messages, self._costs = kept
-        self._momentum, self._sweeps, self._earlier, self._highest = before
+        try:
+            for part in parts:
+                self.sweep(part, expired)
+                if is_enough(self.decode()):
+                    break
+        finally:
+            self._messages, self._costs = kept
+            self._momentum, self._sweeps, self._earlier, self._highest = before
 
     def kept(self) -> tuple[FloatArray, FloatArray]:
         """Returns a copy of the present messages and costs, of which `bound` can be asked later."""

@@ -217,7 +217,7 @@ class _Shells:
                 dual.gain_momentum()
         self._raise(bound.value + self.core.base)
         self._decoded(dual.decode())
-        # At prices of memory, the bound matters more.
+        # Searches at prices of memory, which gain no momentum, need the bound more than a good choice.
         if self.search.has_momentum and self.best is not None and self._gap() > TIED_GAP * abs(self.best.cost) and not self._is_done():
             most = TIE_BREAK * abs(self.best.cost) / len(dual.nodes)
             dual.untied(most, UNTIED_SWEEPS, self.search.expired, self._decoded)
