@@ -39,6 +39,7 @@ class Effort(NamedTuple):
         leaves: share by which a plan then costs more than the mesh's fastest, from which on other meshes are searched first.
         refines: limits around that of the first plan that are tried too.
         proof: the solver's additions on one mesh once a plan was seen.
+        mixes: whether layers of a plan that fits may follow others that the attempt has met.
     """
 
     rounds: int = 12
@@ -55,6 +56,7 @@ class Effort(NamedTuple):
     leaves: float = float("inf")
     refines: int = 0
     proof: float = float("inf")
+    mixes: bool = False
 
 
 PROVEN = Effort(branches=True, proves=True, hopeless=2 * _HOPELESS)
@@ -75,13 +77,13 @@ HASTY = Effort(rounds=4, level=0, tolerance=0.03, only_stored=True, counts_copie
 PRICED = HASTY._replace(rounds=1, tolerance=0.005, hopeless=_HOPELESS, limits_proofs=True)
 """For a bound at prices that are known, which tells meshes apart."""
 
-THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=100 * _HOPELESS)
+THOROUGH = Effort(insists=0.01, hopeless=2 * _HOPELESS, proof=100 * _HOPELESS, mixes=True)
 """For the plan of a program that is not small."""
 
 SOFT = Effort(level=1, counts_copies=False, hopeless=2 * _HOPELESS)
 """For a small program's plan within a budget that the user did not set."""
 
-QUICK = SOFT._replace(rounds=4, tolerance=0.005, proof=2 * _PROOF)
+QUICK = SOFT._replace(rounds=4, tolerance=0.005, proof=2 * _PROOF, mixes=True)
 """The same for a program that is not small."""
 
 
@@ -185,8 +187,8 @@ PROVEN_PLAN = Schedule((Attempt(PROVEN), Attempt(ANY, out_of_limits)), repairs=3
 # If another mesh has a plan, this one must beat it.
 THOROUGH_PLAN = Schedule(
     (
-        Attempt(HASTY, first_of_all),
-        Attempt(HASTY._replace(tolerance=THOROUGH.tolerance), first_beside_others),
+        Attempt(HASTY._replace(mixes=True), first_of_all),
+        Attempt(HASTY._replace(mixes=True, tolerance=THOROUGH.tolerance), first_beside_others),
     ),
     later=(Attempt(THOROUGH, unsettled),),
 )
@@ -196,7 +198,7 @@ MIDDLE_PLAN = THOROUGH_PLAN._replace(repairs=3 * _HOPELESS, hopeless=4 * _HOPELE
 SOFT_PLAN = Schedule((Attempt(SOFT),))
 
 _ENOUGH = 0.01
-_SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF)
+_SHORT = HASTY._replace(rounds=2, leaves=FAR, proof=_PROOF, mixes=True)
 _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolerance=QUICK.tolerance), first_beside_others))
 
 # A larger program has a plan near enough to its bound long before it has the best one.

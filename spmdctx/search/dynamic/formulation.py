@@ -15,9 +15,9 @@ from spmdctx.ir.arrays import IntArray
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.free_values import place_free_values
+from spmdctx.search.dynamic.plans.free_values import place_free_values
+from spmdctx.search.dynamic.plans.stored_inputs import enter_as_stored, store_as_read
 from spmdctx.search.dynamic.results import Found
-from spmdctx.search.dynamic.stored_inputs import enter_as_stored, store_as_read
 from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.problem.network import Network, build_network
 from spmdctx.search.problem.space import Space
@@ -142,15 +142,19 @@ class Formulation(Generic[TablesT]):
 
     def plan_of(self, setup: Setup, tables: Tables, solution: Solution) -> Found:
         """Reads the plan from a solution, and places the values that the solver leaves open."""
-        states = solution.states[: len(tables.choices)]
-        space, chosen = tables.space, tables.assignment(states, self.mode)
+        chosen = tables.assignment(solution.states[: len(tables.choices)], self.mode)
+        return self.placed(setup, tables, chosen)._replace(cost_s=solution.cost, lower_bound_s=solution.lower_bound, counts=solution.counts)
+
+    def placed(self, setup: Setup, tables: Tables, chosen: Assignment) -> Found:
+        """Places the values that an assignment leaves open; returns a plan without a cost."""
+        space = tables.space
         entered = enter_as_stored(space, chosen)
         ways = [entered] if entered is chosen else [entered, chosen]
         placed = [place_free_values(space, store_as_read(space, way, tables.pins), tables.pins) for way in ways]
         assignment = placed[0] if len(placed) == 1 else min(placed, key=partial(self._price_s, mesh=setup.mesh))
         # The batch lies as the plan has it; the user asked for nothing else.
         asked = {value: sharding for value, sharding in setup.seeds.items() if value in setup.partial_pins}
-        return Found(replace(setup, seeds=asked), assignment, solution.cost, solution.lower_bound, solution.counts)
+        return Found(replace(setup, seeds=asked), assignment, 0.0, 0.0, {})
 
     def peak_of(self, found: Found, *, is_likely: bool = False) -> Peak:
         """Returns the op at which most bytes are alive, copies included, and how many are safe to allow for, or likely."""

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import AnyOrder, AnySizes, LogicalMesh
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import SAME_COST, Budget
+from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.formulation import Formulation, MeshProblem
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Shortfall, short_of
+from spmdctx.search.dynamic.results import SAME_COST, Beaten, DynamicOptions, Found, Shortfall, short_of
 from spmdctx.search.problem.orbits import Precedents, merged, resembling
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.setup.meshes import MAX_AXES
@@ -36,7 +36,7 @@ _WORTH = 1e-3
 _WORTH_TIGHTENING = 5e-3
 """Share of a large program's best plan by which a bound must lie below it to be tightened around cycles, which takes long."""
 
-_AS_NEAR = 1.05
+_AS_NEAR = 1.15
 """Multiple of the gap of a plan of another program at which the first plan of one alike is near enough."""
 
 
@@ -281,9 +281,9 @@ class MeshSearch:
         if own.insists and precedents.is_short(own.tables, budget.memory_bytes):
             self._decided[mesh] = short_of(budget.fastest_peak, own.fastest, own.lower_bound_s)
             return self._decided[mesh]
-        states, gap = precedents.start(own.tables, own.problem)
+        starts, gap = precedents.starts(own.tables, own.problem)
         near = gap * _AS_NEAR if is_exact else 0.0
-        found = budget.search_on(own._replace(starts=(states,) if states else (), near=near), known_s)
+        found = budget.search_on(own._replace(starts=starts, near=near), known_s)
         if isinstance(found, Shortfall) and not budget.schedule.later:
             precedents.keep_short(own.tables, budget.memory_bytes)
         # Plans that are tried one by one leave no states.

@@ -24,6 +24,9 @@ from spmdctx.wording.phases import log_of
 
 _LOG = log_of("search")
 
+SAME_COST = 5e-10
+"""Share of a cost below which two costs count as equal."""
+
 
 @dataclass(frozen=True, slots=True)
 class DynamicOptions:

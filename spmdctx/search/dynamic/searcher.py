@@ -18,10 +18,10 @@ from dataclasses import replace
 from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import AnyOrder, LogicalMesh
 from spmdctx.machine.topology import Topology
-from spmdctx.search.dynamic.budget import SAME_COST, Budget
+from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import ENOUGH_PLAN, FAR, REPAIRED_PLAN
 from spmdctx.search.dynamic.mesh_search import MeshSearch
-from spmdctx.search.dynamic.results import Beaten, DynamicOptions, Found, Search, Shortfall, log_mesh
+from spmdctx.search.dynamic.results import SAME_COST, Beaten, DynamicOptions, Found, Search, Shortfall, log_mesh
 from spmdctx.search.setup.blocks import joined_axes, with_blocks, without_blocks
 from spmdctx.search.setup.meshes import MAX_AXES, narrow_and_even_first, orders_of, sizes_of
 from spmdctx.search.setup.modes import prepare

@@ -27,6 +27,7 @@ from spmdctx.machine.xla.narrowing import narrow_readers, sharers, sharing_ops
 from spmdctx.machine.xla.overlap import OverlapCandidates, overlap_candidates
 from spmdctx.search.problem.edges import EdgeRow, EdgeRows, edge_repeats
 from spmdctx.search.problem.fold import FOLDING, Fold, Folding, fold
+from spmdctx.search.problem.layers import Layers, layers_of
 from spmdctx.search.problem.space import NO_SLOT, Space
 from spmdctx.search.problem.states import Joins
 
@@ -99,6 +100,11 @@ class Network:
     fixed_slots: set[int] = field(default_factory=set)
     uses: dict[tuple[int, int], int] = field(default_factory=dict)
     summed: Summed = NOTHING_SUMMED
+
+    @cached_property
+    def layers(self) -> Layers | None:
+        """The layers of the graph, if ops of several of them decide together."""
+        return layers_of(self.space, self.folded)
 
     @cached_property
     def edge_kinds(self) -> list[int]:

@@ -11,7 +11,7 @@ enough, beside all states of the other class, where each class has all states th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
@@ -206,22 +206,26 @@ class Precedents:
     """
 
     def __init__(self) -> None:
-        self._known: dict[LogicalMesh, tuple[dict[object, int], float]] = {}
+        self._known: dict[LogicalMesh, tuple[list[dict[object, int]], float]] = {}
         self._short: dict[LogicalMesh, tuple[int, int]] = {}
 
-    def keep(self, tables: Tables, states: Sequence[int], gap: float) -> None:
-        """Keeps a plan within memory, and the share by which it costs more than the least without memory; 0 if that is not known."""
-        marks = _marks_of(tables)
-        known = {key: int(own[state]) for key, own, state in zip(_kinds_of(tables), marks, states, strict=True)}
+    def keep(self, tables: Tables, choices: Iterable[Sequence[int]], gap: float) -> None:
+        """Keeps the choices of states of which a plan within memory is made.
+
+        `gap` is the share by which it costs more than the least without memory; 0 if that is not known.
+        """
+        kinds, marks = _kinds_of(tables), _marks_of(tables)
+        known = [{key: int(own[state]) for key, own, state in zip(kinds, marks, states, strict=True)} for states in choices]
         self._known[tables.space.mesh] = known, gap
 
-    def start(self, tables: Tables, problem: Problem) -> tuple[tuple[int, ...], float]:
-        """Returns states from which a search may start, and the gap of the plan that they are of; no states if none is known."""
+    def starts(self, tables: Tables, problem: Problem) -> tuple[tuple[tuple[int, ...], ...], float]:
+        """Returns choices of states from which a search may start, and the gap of the plan that they are of."""
         if tables.space.mesh not in self._known:
             return (), 0.0
-        known, gap = self._known[tables.space.mesh]
-        states = [_place(own, known.get(key)) for key, own in zip(_kinds_of(tables), _marks_of(tables), strict=True)]
-        return tuple(_filled_in(problem, states)), gap
+        choices, gap = self._known[tables.space.mesh]
+        kinds, marks = _kinds_of(tables), _marks_of(tables)
+        states = [[_place(own, known.get(key)) for key, own in zip(kinds, marks, strict=True)] for known in choices]
+        return tuple([tuple(_filled_in(problem, own)) for own in states]), gap
 
     def keep_short(self, tables: Tables, memory_bytes: int) -> None:
         """Keeps that no plan of a program was found on its mesh within so many bytes."""

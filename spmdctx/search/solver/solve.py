@@ -61,6 +61,7 @@ def solve(
     search = _search(effort, tolerance, cutoff, deadline)
     met: tuple[tuple[int, ...], ...] = ()
     prices: tuple[tuple[int, float], ...] = ()
+    relaxed: float | None = None
     with np.errstate(invalid="ignore"):
         if not supported(graph):
             return HOPELESS
@@ -76,11 +77,14 @@ def solve(
                 spent.within = within
             found = within.run()
             met = tuple([tuple(graph.complete(states)) for states in within.met])
-            prices = rows.at_times(within.prices)
+            prices, relaxed = rows.at_times(within.prices), within.relaxed
         else:
             found = None
     solution = _solution(problem, graph, found, search)
-    return solution._replace(met=met, prices=prices) if isinstance(solution, Solution) else solution
+    if isinstance(solution, Solution):
+        relaxed = None if relaxed is None else min(relaxed, solution.lower_bound)
+        return solution._replace(met=met, prices=prices, relaxed=relaxed)
+    return solution
 
 
 def may_be_proven(found: Solution, effort: int) -> bool:

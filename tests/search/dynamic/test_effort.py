@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from spmdctx.cost.memory.lives import Peak
 from spmdctx.machine.presets import PRESETS
-from spmdctx.search.dynamic import budget, effort
+from spmdctx.search.dynamic import effort, run
 from spmdctx.search.dynamic.effort import ANY, HASTY, PROVEN, QUICK, SOFT, THOROUGH, Standing
 from spmdctx.search.dynamic.results import DynamicOptions
 
@@ -27,8 +28,8 @@ def due(schedule, standing):
         (effort.HASTY_PLAN, HASTY),
         (effort.PROVEN_PLAN, PROVEN),
         (effort.SOFT_PLAN, SOFT),
-        (effort.THOROUGH_PLAN, HASTY),
-        (effort.LARGE_PLAN, HASTY),
+        (effort.THOROUGH_PLAN, HASTY._replace(mixes=True)),
+        (effort.LARGE_PLAN, HASTY._replace(mixes=True)),
         (effort.QUICK_PLAN, SHORT),
         (effort.QUICK_PLAN_OR_NONE, SHORT),
         (effort.PART_PLAN_OR_NONE, SHORT),
@@ -126,7 +127,7 @@ def test_a_budget_is_worth_what_the_size_of_the_program_and_its_origin_say(num_o
 
 
 def test_a_short_attempt_is_a_hasty_one_that_leaves_poor_plans_for_later():
-    assert SHORT._replace(leaves=INFINITE, proof=INFINITE) == HASTY._replace(rounds=2)
+    assert SHORT._replace(leaves=INFINITE, proof=INFINITE) == HASTY._replace(rounds=2, mixes=True)
     assert 0 < SHORT.leaves < INFINITE
     assert SHORT.proof < effort.QUICK.proof < INFINITE
     assert all(attempt.effort.leaves == INFINITE for attempt in effort.QUICK_PLAN.later)
@@ -143,15 +144,15 @@ def run_on(mesh, own, proof=INFINITE):
         spread=0.0,
         left=lambda additions: additions,
     )
-    return budget._Run(around, SimpleNamespace(lower_bound_s=1.0, **mesh), own, INFINITE)
+    return run.Run(around, SimpleNamespace(lower_bound_s=1.0, **mesh), own, INFINITE)
 
 
 @pytest.mark.parametrize(("own", "of_all", "expected"), [(3e8, INFINITE, 3e8), (INFINITE, 4e8, 2e8), (3e8, 4e8, 2e8)])
 def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_left(own, of_all, expected):
-    run = run_on({}, THOROUGH._replace(proof=own), of_all)
-    before = run.allowance.most
-    run.lift()
-    assert (before, run.allowance.most) == (THOROUGH.hopeless, expected)
+    attempt = run_on({}, THOROUGH._replace(proof=own), of_all)
+    before = attempt.allowance.most
+    attempt.lift()
+    assert (before, attempt.allowance.most) == (THOROUGH.hopeless, expected)
 
 
 @pytest.mark.parametrize(
@@ -165,14 +166,14 @@ def test_a_plan_is_proven_within_the_proof_of_its_effort_and_half_of_what_is_lef
     ],
 )
 def test_a_search_goes_on_if_its_best_choice_fits_and_no_mesh_comes_first(peak_gib, own, has_others, cost_s, goes_on, monkeypatch):
-    run = run_on({"tables": SimpleNamespace(choices=[0])}, own)
-    run._mesh.has_others, run._mesh.problem = has_others, SimpleNamespace(costs=[[9.0, cost_s]], edges=())
-    peak = budget.Peak(0, peak_gib << 30)
-    monkeypatch.setattr(run, "_planned", lambda solution: (None, peak, ()))
-    run.allowance.spent = own.hopeless
-    assert run.allowance.is_spent()
-    run.allowance.extend((1,))
-    assert run.allowance.is_spent() != goes_on
+    attempt = run_on({"tables": SimpleNamespace(choices=[0])}, own)
+    attempt._mesh.has_others, attempt._mesh.problem = has_others, SimpleNamespace(costs=[[9.0, cost_s]], edges=())
+    peak = Peak(0, peak_gib << 30)
+    monkeypatch.setattr(attempt, "_planned", lambda solution: (None, peak, ()))
+    attempt.allowance.spent = own.hopeless
+    assert attempt.allowance.is_spent()
+    attempt.allowance.extend((1,))
+    assert attempt.allowance.is_spent() != goes_on
 
 
 def test_an_attempt_whose_proofs_are_limited_asks_for_no_more():

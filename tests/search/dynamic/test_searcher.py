@@ -11,8 +11,8 @@ from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
 from spmdctx.errors import UnsupportedError
 from spmdctx.ir.mesh import AnyOrder
-from spmdctx.search.dynamic import budget as budget_module
 from spmdctx.search.dynamic import effort
+from spmdctx.search.dynamic import run as run_module
 from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.effort import PROVEN, PROVEN_PLAN, THOROUGH, THOROUGH_PLAN, Attempt, Limits, Schedule, unsettled
@@ -384,13 +384,13 @@ def test_bounds_at_prices_of_another_mesh_rule_out_no_cheaper_plan(monkeypatch):
 
 
 def test_more_effort_for_a_plan_far_from_its_bound_finds_nothing_dearer(monkeypatch):
-    efforts, run = [], budget_module.solve
+    efforts, run = [], run_module.solve
 
     def recorded(problem, **how):
         efforts.append(how.get("effort"))
         return run(problem, **how)
 
-    monkeypatch.setattr(budget_module, "solve", recorded)
+    monkeypatch.setattr(run_module, "solve", recorded)
     for seed in range(4600, 4600 + 2 * TOGETHER):
         made, machine = random_step(seed, 8), random_machine(seed)
         free = plan_dynamic(_step(made), _request(4), machine, LARGE)

@@ -9,7 +9,7 @@ import pytest
 
 from spmdctx.cost.price import price
 from spmdctx.cost.step import Step, bill_of
-from spmdctx.search.dynamic import budget as budget_module
+from spmdctx.search.dynamic import run as run_module
 from spmdctx.search.dynamic import shortfall
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Searcher, plan_dynamic
@@ -53,7 +53,7 @@ def test_where_the_solver_knows_of_nothing_that_is_enough_the_fastest_plan_is(mo
     free = plan_dynamic(step, request, machine, DynamicOptions())
     peak = bill_of(step, free.assignment, request.mesh, machine).safe_bytes
     missing = Infeasible(0, float("inf"), float("inf"), is_proven=False, lower_bound=free.cost_s)
-    monkeypatch.setattr(budget_module, "solve", lambda *args, **how: missing)
+    monkeypatch.setattr(run_module, "solve", lambda *args, **how: missing)
     found = plan_dynamic(step, request, machine, DynamicOptions(memory_bytes=peak - 1))
     assert (found.least_bytes, found.enough_bytes, found.is_proven) == (peak, peak, False)
     assert found.lower_bound_s == pytest.approx(free.cost_s)

@@ -22,10 +22,10 @@ MESH = LogicalMesh.of((2, 2))
 PER_LAYER = 4
 
 
-def _layers(count, width=64):
+def _layers(count, width=64, rows=32):
     """x + tanh(x up) down, so many times."""
     make = StepMaker()
-    x = make.input(32, width, role=Role.BATCH)
+    x = make.input(rows, width, role=Role.BATCH)
     for _ in range(count):
         up, down = make.input(width, 4 * width, role=Role.PARAMETER), make.input(4 * width, width, role=Role.PARAMETER)
         x = make.same("add", x, make.dot(make.same("tanh", make.dot(x, up)), down))

@@ -115,13 +115,14 @@ def test_a_search_begins_with_the_states_of_a_plan_for_nodes_that_are_alike():
     for seed in range(7200, 7210):
         tables, others = _tables(seed, (2, 2)), _tables(seed + 50, (2, 2))
         problem, precedents = tables.problem(), orbits.Precedents()
-        assert precedents.start(tables, problem) == ((), 0.0)
+        assert precedents.starts(tables, problem) == ((), 0.0)
         best = solve(problem, effort=4)
-        precedents.keep(tables, best.states, 0.1)
-        assert precedents.start(tables, problem) == (best.states, 0.1)
-        assert precedents.start(_tables(seed, (4,)), problem) == ((), 0.0)
+        least = tuple([int(own.argmin()) for own in problem.costs])
+        precedents.keep(tables, (best.states, least), 0.1)
+        assert precedents.starts(tables, problem) == ((best.states, least), 0.1)
+        assert precedents.starts(_tables(seed, (4,)), problem) == ((), 0.0)
         # Nodes that the plan does not have take what costs least beside the others.
-        states, gap = precedents.start(others, others.problem())
+        (states, _), gap = precedents.starts(others, others.problem())
         assert gap == 0.1
         assert all(0 <= state < len(own.seconds) for state, own in zip(states, others.choices, strict=True))
         mine, theirs = set(orbits._kinds_of(tables)), set(orbits._kinds_of(others))

@@ -67,7 +67,7 @@ class Constrained:
         self.search = search
         self.amounts = Amounts(graph, rows)
         self.best: Minimum | None = None
-        self.bound = -np.inf
+        self.bound = self.relaxed = -np.inf
         self.prices: FloatArray = np.zeros(len(rows.times))
         self.beliefs: Bound | None = None
         self.active: list[int] = []
@@ -145,8 +145,9 @@ class Constrained:
                 return
             prices = scale * spread / rows.unit * lacking
 
-    def _raise(self, bound: float) -> None:
-        """Takes over a bound if it is higher, rounded up if all costs are whole numbers."""
+    def _raise(self, bound: float, *, is_relaxed: bool = False) -> None:
+        """Takes over a bound if it is higher, rounded up if all costs are whole numbers; one that `is_relaxed` holds for mixed states too."""
+        self.relaxed = max(self.relaxed, bound) if is_relaxed else self.relaxed
         if self._is_whole and np.isfinite(bound):
             bound = float(np.ceil(bound - EQUAL * abs(bound)))
         self.bound = max(self.bound, bound)
@@ -161,15 +162,16 @@ class Constrained:
         self._offer_repaired(self.amounts.least())
         if free is not None:
             self._offer_repaired(free.states)
-        self._raise(prices.bound)
+        self._raise(prices.bound, is_relaxed=True)
         if self._is_proven():
             return
         if self.best is not None:
             prices.add(self.best.states)
         prices.run(PRICE_STEPS, max(self.search.tolerance, 1e-9))
-        self._raise(prices.bound)
+        self._raise(prices.bound, is_relaxed=True)
         self.prices, self.active = prices.best, prices.active
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
+        self.met += [choice.states for choice in choices]
         for choice in choices[:MAX_REPAIRS]:
             self._offer_repaired(choice.states)
         self._offer_flipped([choice.states for choice in choices[: 2 * MAX_REPAIRS]])
@@ -183,7 +185,7 @@ class Constrained:
         if known is not None:
             for states in known.choices:
                 self._offer_repaired(states)
-            self._raise(known.lower_bound)
+            self._raise(known.lower_bound, is_relaxed=True)
             self._offer_flipped(known.choices)
             self.search.tolerance = max(self.search.tolerance, known.near if self._gap() <= known.near else 0.0)
             if self._is_proven() or (not self._is_closable(self.graph) and self._by_planes(known)):
@@ -207,7 +209,7 @@ class Constrained:
         # Cutting planes may have found better prices.
         if ascent.bound + self.graph.base >= self.bound or not self.active:
             self.prices, self.beliefs, self.active = ascent.prices, ascent.best, np.flatnonzero(ascent.prices).tolist()
-        self._raise(ascent.bound + self.graph.base)
+        self._raise(ascent.bound + self.graph.base, is_relaxed=True)
 
     def _by_planes(self, known: Known) -> bool:
         """Finds prices by exact minima; returns whether no other prices give a much better bound."""
@@ -226,7 +228,7 @@ class Constrained:
                 return False
             self.met.append(choice.states)
             self._offer_repaired(choice.states)
-            self._raise(prices.bound)
+            self._raise(prices.bound, is_relaxed=True)
             if self.bound >= self.cutoff or self._gap() <= max(tolerance, EQUAL):
                 break
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
@@ -311,7 +313,7 @@ class Constrained:
             found, shift = dual.bound(), other.base - float(self.prices.sum()) * self.rows.limit
         else:
             found, shift = self.beliefs, self.graph.base
-        self._raise(found.value + shift)
+        self._raise(found.value + shift, is_relaxed=True)
         most = known - shift + 1e-12 * (abs(known) + abs(shift))
         kept = {node: np.flatnonzero(beliefs <= most) for node, beliefs in found.beliefs.items()}
         if any(not len(states) for states in kept.values()):

@@ -71,7 +71,8 @@ class Solution(NamedTuple):
     """A state per node, its cost, and a lower bound on the cost of every feasible choice.
 
     `counts` describes the solver's work (states discarded by dominance, nodes eliminated, largest table, ...). `met` are other choices that
-    are cheapest at some price of memory, and may not fit. `prices` are those of the bound, by the times at which memory binds.
+    are cheapest at some price of memory, and may not fit. `prices` are those of the bound, by the times at which memory binds. Where memory
+    is limited, `relaxed` is a bound that holds for mixtures of states too: of things of which a node stands for several, each in its own.
     """
 
     states: tuple[int, ...]
@@ -80,6 +81,7 @@ class Solution(NamedTuple):
     counts: dict[str, int]
     met: tuple[tuple[int, ...], ...] = ()
     prices: tuple[tuple[int, float], ...] = ()
+    relaxed: float | None = None
 
 
 class Infeasible(NamedTuple):

@@ -13,7 +13,7 @@ from spmdctx.cost.step import Step, bill_of
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.search.dynamic.formulation import Formulation
-from spmdctx.search.dynamic.free_values import place_free_values
+from spmdctx.search.dynamic.plans.free_values import place_free_values
 from spmdctx.search.problem.memory.reserved import at_least, with_reserved
 from spmdctx.search.problem.memory.rows import completed, counted_bytes, passing_at, with_memory
 from spmdctx.search.problem.tables import Tables

@@ -13,7 +13,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.machine.presets import topology
 from spmdctx.machine.xla.memory.spread import safe_bytes, spread_on
 from spmdctx.search.dynamic.formulation import Formulation
-from spmdctx.search.dynamic.free_values import place_free_values
+from spmdctx.search.dynamic.plans.free_values import place_free_values
 from spmdctx.search.dynamic.results import DynamicOptions
 from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.search.problem.memory.rows import completed, counted_bytes, passing_at, with_memory

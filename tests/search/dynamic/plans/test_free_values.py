@@ -6,7 +6,7 @@ from spmdctx.ir.graph import Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.presets import topology
-from spmdctx.search.dynamic.free_values import place_free_values
+from spmdctx.search.dynamic.plans.free_values import place_free_values
 from spmdctx.search.problem.space import Space
 from tests.search.random_graphs import StepMaker
 

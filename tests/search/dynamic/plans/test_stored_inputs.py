@@ -11,7 +11,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.presets import topology
 from spmdctx.search.dynamic import formulation
-from spmdctx.search.dynamic.stored_inputs import store_as_read
+from spmdctx.search.dynamic.plans.stored_inputs import store_as_read
 from spmdctx.search.problem.space import Space
 from tests.search.random_graphs import StepMaker
 
