@@ -224,3 +224,33 @@ def test_a_limit_of_nothing_leaves_only_what_uses_nothing(fixtures, request):
     found = solve(Problem(problem.costs, problem.edges, Memory(usages, problem.memory.lives, 0.0)))
     assert found.states == (3,) * len(problem.costs)
     assert found.lower_bound == found.cost
+
+
+def twice(problem):
+    """Two copies that share twice the memory: each node of the problem stands for two things, which may take different states."""
+    count, memory = len(problem.costs), problem.memory
+    edges = [Edge(left + shift, right + shift, table) for shift in (0, count) for left, right, table in problem.edges]
+    lives = [life._replace(node=life.node + shift) for shift in (0, count) for life in memory.lives]
+    return Problem(problem.costs * 2, tuple(edges), Memory(memory.usages * 2, tuple(lives), 2 * memory.limit))
+
+
+@pytest.mark.parametrize("fixture", ["without_enumeration", "wide"])
+def test_a_relaxed_bound_holds_where_a_node_stands_for_two_things(fixture, request):
+    request.getfixturevalue(fixture)
+    reached, coarse = 0, 0
+    for seed in range(30):
+        whole = layers(3, np.inf, seed)
+        problem = layers(3, 0.7 * max(usage_of(whole, solve(whole).states)), seed)
+        found, apart = solve(problem), solve(twice(problem), effort=4)
+        if isinstance(found, Infeasible):
+            continue
+        assert found.relaxed <= found.lower_bound <= found.cost + 1e-9
+        assert found.relaxed <= apart.cost / 2 + 1e-9
+        reached += np.isfinite(found.relaxed)
+        coarse += apart.cost / 2 < found.lower_bound - 1e-9
+    assert reached >= 15
+    assert coarse >= 5
+
+
+def test_where_memory_cannot_bind_no_bound_is_relaxed():
+    assert solve(layers(3, np.inf)).relaxed is None
