@@ -22,7 +22,6 @@ from spmdctx.search.problem.space import Space
 from spmdctx.search.problem.tables import Tables
 from spmdctx.search.solver.problem.graph import cost_of
 from spmdctx.search.solver.problem.problem import Problem
-from spmdctx.wording import counted
 
 _WORTH = 1e-3
 """Share of a plan's seconds by which it must be possible to improve it, and that a mix must save."""
@@ -183,9 +182,9 @@ class Mixing:
             bill, share = formulation.bill_of(own), count / layers.num_layers
             if self._peak_bytes(bill) > budget:
                 return False
-            less = f"{counted(count, 'layer')} of {layers.num_layers} take less memory and more time than the others, so that the plan fits"
+            less = f"{share:.0%} of the layers take less memory and more time than the others, so that the plan fits."
             cost_s = bill.total_s + (1 - share) * beyond[0] + share * beyond[1]
-            fitting.append(own._replace(setup=replace(own.setup, notes=[*own.setup.notes, f"{less}."]), cost_s=cost_s))
+            fitting.append(own._replace(setup=replace(own.setup, notes=[*own.setup.notes, less]), cost_s=cost_s))
             return True
 
         fewest(fits, math.ceil(pair.share * layers.num_layers), layers.num_layers)

@@ -146,7 +146,7 @@ class Constrained:
             prices = scale * spread / rows.unit * lacking
 
     def _raise(self, bound: float, *, is_relaxed: bool = False) -> None:
-        """Takes over a bound if it is higher, rounded up if all costs are whole numbers; one that `is_relaxed` holds for mixed states too."""
+        """Takes over a bound if it is higher, rounded up if all costs are whole; one that `is_relaxed` holds for mixed states too."""
         self.relaxed = max(self.relaxed, bound) if is_relaxed else self.relaxed
         if self._is_whole and np.isfinite(bound):
             bound = float(np.ceil(bound - EQUAL * abs(bound)))
