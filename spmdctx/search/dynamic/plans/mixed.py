@@ -15,7 +15,7 @@ from typing import NamedTuple
 from spmdctx.cost.bill import Bill
 from spmdctx.ir.sharding import Assignment
 from spmdctx.search.dynamic.formulation import Formulation, MeshProblem, peak_in
-from spmdctx.search.dynamic.results import DynamicOptions, Found
+from spmdctx.search.dynamic.results import SAME_COST, DynamicOptions, Found
 from spmdctx.search.problem.layers import Layers
 from spmdctx.search.problem.memory.rows import completed, counted_bytes
 from spmdctx.search.problem.space import Space
@@ -162,7 +162,7 @@ class Mixing:
                 choices.remove(pair.small)
                 choices.append(pair.small._replace(bytes=self._peak_bytes(self._bill_of(pair.small)) + room - budget))
             for own in mixes:
-                if own.cost_s < min(best.cost_s, most_s):
+                if own.cost_s < min(best.cost_s * (1 - SAME_COST), most_s):
                     best = own._replace(lower_bound_s=min(found.lower_bound_s, own.cost_s), counts=found.counts)
                     made_of = [states, pair.small.states, pair.cheap.states]
         return best, tuple(dict.fromkeys(made_of))
