@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -115,10 +116,12 @@ class PipelinedEntry(Entry):
     @cached_property
     def planned(self) -> Any:
         """The plan; errors of planning, and of the files of the context, belong to the call that asks for it."""
-        _LOG.info("%s was planned: %s.", self.captured.name, self._plan.summary)
+        plan = self._plan
+        if _LOG.isEnabledFor(logging.INFO):
+            _LOG.info("%s was planned: %s.", self.captured.name, plan.summary)
         for text in self._without_buckets:
             warn_user(text)
-        save_pipeline(self._plan, self.environment.settings)
+        save_pipeline(plan, self.environment.settings)
         return self.pipeline
 
     @property
