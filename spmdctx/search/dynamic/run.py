@@ -78,12 +78,15 @@ class Run:
         return self._out_of_limits()
 
     def with_layers_mixed(self, found: Found) -> Found:
-        """Returns the plan of the attempt, or one for which some layers follow one of the plans that were met, and some another."""
+        """Returns the plan of the attempt, or one for which some layers follow one of the plans that were met, and some another.
+
+        A plan that is so poor that other meshes come first stays as it is.
+        """
         self.made_of = (self.fitting,) if self.fitting else ()
         if not (self._effort.mixes and self.fitting) or self._plain is None or self._is_left(found.cost_s):
             return found
-        is_judged = self._judged is not None and self._judged[0] == self.fitting
-        bill = self._judged[2] if self._judged is not None and is_judged else self._formulation.bill_of(found)
+        judged = self._judged
+        bill = judged[2] if judged is not None and judged[0] == self.fitting else self._formulation.bill_of(found)
         mixing = Mixing(self._formulation, self._mesh, self._budget.options)
         others = [*self._met, *self._mesh.starts, self._mesh.start()]
         mixed, self.made_of = mixing.improved(found, self.fitting, bill, others, self._plain, self._known_s)
