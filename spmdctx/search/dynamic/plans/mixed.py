@@ -168,7 +168,10 @@ class Mixing:
         return best, tuple(dict.fromkeys(made_of))
 
     def _mixes(self, pair: Pair, layers: Layers, budget: int, beyond_s: float) -> list[Found]:
-        """Returns mixes of a pair that fit. Each costs what its bill says, and what the problem counts beyond the bills of the two."""
+        """Returns the mixes of a pair that were tried and fit.
+
+        Each costs what its bill says, and what the problem counts beyond the bills of the two.
+        """
         formulation, tables, setup = self._formulation, self._mesh.tables, self._mesh.fastest.setup
         cheap, small = (tables.assignment(own.states, formulation.mode) for own in (pair.cheap, pair.small))
         beyond = [beyond_s] * 2
