@@ -220,8 +220,8 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     )
     is_asked = options.memory_bytes is not None
     own = asked if is_asked else replace(asked, memory_bytes=options.topology.memory_bytes)
-    is_large = len(step.graph.ops) >= own.large_program
-    own = replace(own, is_soft=not is_asked or (options.is_a_room and is_large), precedents=options.precedents if is_large else None)
+    is_long = len(step.graph.ops) > own.middle_program
+    own = replace(own, is_soft=not is_asked or (options.is_a_room and is_long), precedents=options.precedents if is_long else None)
 
     def budgets_of(wanted: Request) -> Budgets:
         key = (wanted.num_devices, bool(wanted.once))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.pipeline.capture.carrier import PipelinedStep
@@ -27,6 +28,14 @@ from spmdctx.trace.collector import no_garbage_collection
 from spmdctx.trace.scope.settings import Settings
 
 
+class Unlimited(NamedTuple):
+    """A pipeline that is planned whatever memory it takes, and how it is planned in other ways: see `reduced_once`."""
+
+    settings: Settings
+    chosen: Chosen
+    planned: Callable[[bool, Chosen | None], Chosen]
+
+
 class PipelinePlanner:
     """Plans a step on a pipeline. Schedules and numbers of stages share what is alike: the cut loss, and the plans of equal programs.
 
@@ -41,29 +50,41 @@ class PipelinePlanner:
         self._planner = AlikePlanner(planner)
         self._begun: dict[tuple[int, int, bool], tuple[tuple[int, ...], LogicalMesh | None]] = {}
 
-    @no_garbage_collection()
-    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf, worth_s: float = math.inf) -> PlannedPipeline:
-        """Plans one number of stages and one schedule; see `plan_pipeline`.
+    def plan(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> PlannedPipeline:
+        """Plans one number of stages and one schedule; see `plan_pipeline`."""
+        return self.fitted(self.freely(settings, num_chunks, schedule_of))
 
-        Without a budget, a plan that takes fewer than `worth_s` seconds and does not fit a device is planned again within its memory,
-        and kept as it is, with a note, where nothing fits.
-        """
+    @no_garbage_collection()
+    def freely(self, settings: Settings, num_chunks: int, schedule_of: ScheduleOf) -> Unlimited:
+        """Plans one number of stages and one schedule, whatever memory the stages take."""
         free = replace(settings, memory_bytes=None)
         room = settings.memory_bytes or settings.topology.memory_bytes
-        is_searched = settings.context.parallel_mode == "auto_parallel"
-        is_binding = settings.memory_bytes is not None and is_searched
 
         def planned(may_wait: bool, like: Chosen | None) -> Chosen:
             planner = self._planner if like is None else self._planner.roughly
             return self._planned(Staging(self._loss, free, num_chunks, schedule_of, planner, holds=may_wait), like, room)
 
-        def fitted(own: Chosen) -> Chosen:
-            if not is_searched or (not is_binding and own.found.total_s >= worth_s):
-                raise over(own.found, room)
-            return within(own, room)
+        with explaining_shares(self._loss.step, settings):
+            return Unlimited(settings, planned(True, None), planned)
+
+    @no_garbage_collection()
+    def fitted(self, own: Unlimited, *, wants_fit: bool = True) -> PlannedPipeline:
+        """Returns a plan that is planned again within the budget, or without one within the memory of a device, if it takes more.
+
+        Without a budget it is kept as it is, with a note, where nothing fits, or where it is not wanted to.
+        """
+        settings = own.settings
+        room = settings.memory_bytes or settings.topology.memory_bytes
+        is_searched = settings.context.parallel_mode == "auto_parallel"
+        is_binding = settings.memory_bytes is not None and is_searched
+
+        def fit(chosen: Chosen) -> Chosen:
+            if not is_searched or not (wants_fit or is_binding):
+                raise over(chosen.found, room)
+            return within(chosen, room)
 
         with explaining_shares(self._loss.step, settings):
-            staging, stages, found = reduced_once(planned, fitted, room, is_binding=is_binding)
+            staging, stages, found = reduced_once(own.chosen, own.planned, fit, room, is_binding=is_binding)
         found.notes += [*reduction_notes(found, settings.context), *stacked_notes(found), *over_memory(found, settings)]
         if is_searched:
             found.bounds = self._bounds(staging, stages)

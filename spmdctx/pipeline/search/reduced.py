@@ -37,12 +37,15 @@ _NEAR = 1.1
 """Sums that wait are made to fit if a step then takes at most so many times as long; else plans without them are tried, too."""
 
 
-def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], fit: Callable[[Chosen], Chosen], room: int, *, is_binding: bool) -> Chosen:
+def reduced_once(
+    once: Chosen, plan: Callable[[bool, Chosen | None], Chosen], fit: Callable[[Chosen], Chosen], room: int, *, is_binding: bool
+) -> Chosen:
     """Returns the plan whose gradients wait where that is worthwhile, planned again within the memory of a device if it is larger.
 
     If nothing fits, gradients are reduced in every micro-batch.
 
     Args:
+        once: the plan with gradients that may wait.
         plan: plans with gradients that may wait, or without; given another plan, roughly, with its cuts and mesh.
         fit: plans again within the memory of a device.
         room: bytes of a device.
@@ -51,7 +54,6 @@ def reduced_once(plan: Callable[[bool, Chosen | None], Chosen], fit: Callable[[C
     Raises:
         InfeasibleError: nothing fits, and must.
     """
-    once = plan(True, None)
     peak, waits = _peak(once.found), bool(once.found.reductions)
     fitted, error = _fitted(once, fit, room)
     if error is None and (not waits or fitted.found.total_s <= _NEAR * once.found.total_s):

@@ -52,35 +52,32 @@ class Tried(NamedTuple):
 
 
 def plan_schedules(
-    choices: Choices, num_stages: int, num_micro: int, plan: Callable[[Scheduler], Tried], memory_bytes: int, given: Scheduler | None
-) -> None:
-    """Plans the schedules on one number of stages that could be the fastest one, 1F1B first, and adds them to the choices.
-
-    No other schedule has fewer micro-batches in flight than 1F1B on its fullest stage, so where that does not fit, no other one is planned.
+    choices: Choices, num_stages: int, num_micro: int, plan: Callable[[Scheduler], Tried], best_s: float, given: Scheduler | None
+) -> list[Tried]:
+    """Plans the schedules on one number of stages that could be the fastest one, 1F1B first, whatever memory they take.
 
     Args:
-        choices: what is planned so far.
+        choices: gets those that cannot be planned, and those that need not be.
         num_stages: p.
         num_micro: micro-batches.
         plan: plans a schedule, or raises one of `NOT_HERE`.
-        memory_bytes: of a device.
+        best_s: the seconds of a step that is planned, and fits.
         given: the schedule that the user set, which is then the only one; None if the choice is free.
     """
     first = _planned(choices, counted(num_stages, "stage"), plan, given or PLAIN)
     if first is None or given is not None:
-        return
+        return [first] if first is not None else []
     found = [first]
     for scheduler in EVERY[1:]:
         name = f"{counted(num_stages, 'stage')} by {shown(scheduler)}"
         reason = _useless(scheduler, found, num_stages, num_micro)
-        if first.candidate.memory_bytes > memory_bytes:
-            reason = "1f1b has no more micro-batches in flight, and does not fit"
-        elif first.busy_s >= choices.best_s(memory_bytes):
+        if first.busy_s >= best_s:
             reason = f"stages that never wait would take {seconds_text(first.busy_s)}"
         if reason:
             choices.skipped[name] = reason
         elif (one := _planned(choices, name, plan, scheduler)) is not None:
             found.append(one)
+    return found
 
 
 def shown(scheduler: Scheduler) -> str:
@@ -92,25 +89,25 @@ def shown(scheduler: Scheduler) -> str:
 
 def plan_deeper(
     choices: Choices, best: Candidate, two: Candidate, estimates: Mapping[Scheduler, float], plan: Callable[[Scheduler], Tried]
-) -> None:
-    """Plans the schedule of more chunks that promises most, if it promises to beat the best pipeline, and adds it to the choices.
+) -> Tried | None:
+    """Plans the schedule of more chunks that promises most, if it promises to beat the best pipeline.
 
     Args:
-        choices: what is planned so far.
-        best: the best of it.
+        choices: gets what cannot be planned, and what need not be.
+        best: the best pipeline so far.
         two: what was planned by two chunks on each of as many stages, whether or not it fits.
         estimates: the estimated seconds of `INTERLEAVED` and `DEEPER`; what the first was planned to take corrects the others.
         plan: as for `plan_schedules`.
     """
     promised_s = {own: seconds * two.seconds / estimates[INTERLEAVED] for own, seconds in estimates.items() if own != INTERLEAVED}
     if not promised_s:
-        return
+        return None
     deeper = min(promised_s, key=lambda own: promised_s[own])
     name = f"{counted(best.stages, 'stage')} by {shown(deeper)}"
     if promised_s[deeper] > _WORTH_DEPTH * best.seconds:
         choices.skipped[name] = f"of more than two chunks it promises most, and by an estimate takes {seconds_text(promised_s[deeper])}"
-    else:
-        _planned(choices, name, plan, deeper)
+        return None
+    return _planned(choices, name, plan, deeper)
 
 
 def _useless(scheduler: Scheduler, found: Sequence[Tried], num_stages: int, num_micro: int) -> str:
@@ -130,12 +127,10 @@ def _useless(scheduler: Scheduler, found: Sequence[Tried], num_stages: int, num_
 
 def _planned(choices: Choices, name: str, plan: Callable[[Scheduler], Tried], scheduler: Scheduler) -> Tried | None:
     try:
-        found = plan(scheduler)
+        return plan(scheduler)
     except NOT_HERE as error:
         choices.refused[name] = reason_of(error)
         return None
-    choices.candidates.append(found.candidate)
-    return found
 
 
 def tried(pipeline: PlannedPipeline, topology: Topology) -> Tried:

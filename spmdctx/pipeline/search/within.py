@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,23 +25,63 @@ _SPACING = 0.01
 """Share of the budget by which a room that is too small and one that is too large must differ to look for one between them."""
 
 
+_WORTH = 0.005
+"""Share of a step by which rounds of chunks that keep to no room must promise to shorten it."""
+
+_MIXES = 2
+"""How often a pipeline is planned with some of its rounds within a room."""
+
+
 def within(own: Chosen, budget: int) -> Chosen:
     """Returns the same stages within a budget, if need be planned again, each program with what the stage leaves for it.
 
     Another plan leaves its stage another room: so several rooms are tried. They keep the mesh. Once a room is too small on it, other meshes
-    are tried, and larger rooms on the same mesh only where nothing fits on those.
+    are tried, and larger rooms on the same mesh only where nothing fits on those. Of several chunks on each stage, as few as need be keep
+    to the room.
 
     Raises:
         InfeasibleError: a stage needs more.
     """
     memories = memory_of(own.found)
-    if max(one.peak_bytes for one in memories) <= budget:
+    if _peak(own) <= budget:
         return own
     same, other = (_Rooms(own, memories, budget, mesh, most) for mesh, most in ((own.found.mesh, _MOST_ROOMS), (None, _OTHER_ROOMS)))
     found = same.planned(ends_if_refused=True) or other.planned() or same.planned()
     if found is None:
         raise over(own.found, budget) from same.cause or other.cause
-    return found
+    return _with_rounds_mixed(own, found, budget)
+
+
+def _with_rounds_mixed(own: Chosen, within_room: Chosen, budget: int) -> Chosen:
+    """Returns a plan of which only the first rounds of chunks keep to the room, if it fits and is faster than that of which all do.
+
+    A room that is a little too small for a plan may lead to one that is much smaller, and slower. `own` has the same stages without a room.
+    """
+    schedule, room = own.stages.schedule, within_room.staging.given.memory_bytes
+    rounds, save_s = schedule.num_chunks // schedule.num_stages, within_room.found.total_s - own.found.total_s
+    if rounds == 1 or room is None or save_s < _WORTH * own.found.total_s or own.found.mesh != within_room.found.mesh:
+        return within_room
+    large, small = _peak(own), _peak(within_room)
+    fewest = max(1, math.ceil(rounds * (large - budget) / max(large - small, 1)))
+    for count in range(fewest, min(fewest + _MIXES, rounds)):
+        staging, stages = _staged(own, room, own.found.mesh, count * schedule.num_stages)
+        tried = Chosen(staging, stages, best_completed(staging, stages, budget))
+        if _peak(tried) <= budget:
+            return min(tried, within_room, key=lambda one: one.found.total_s)
+    return within_room
+
+
+def _staged(own: Chosen, room: int, mesh: LogicalMesh | None, num_limited: int | None = None) -> tuple[Staging, Stages]:
+    """Plans the same stages again, of which all chunks, or so many, keep to a room."""
+    staging = Staging(own.staging.loss, replace(own.staging.given, memory_bytes=room), *own.staging.parts)
+    staging.settings, staging.num_limited = replace(staging.settings, mesh=mesh), num_limited
+    stages = staging.plan(own.stages.places)
+    staging.settings = replace(staging.settings, memory_bytes=None)
+    return staging, stages
+
+
+def _peak(own: Chosen) -> int:
+    return max(one.peak_bytes for one in memory_of(own.found))
 
 
 class _Rooms:
@@ -62,7 +103,7 @@ class _Rooms:
         while self._is_worth_it():
             self._left -= 1
             try:
-                staging, stages = self._staged()
+                staging, stages = _staged(self._own, self._room, self._mesh)
             except InfeasibleError as error:
                 self.cause = error
                 self._raise()
@@ -71,23 +112,14 @@ class _Rooms:
                 continue
             self.cause = None
             tried = Chosen(staging, stages, best_completed(staging, stages, self._budget))
-            memories = memory_of(tried.found)
-            if max(one.peak_bytes for one in memories) <= self._budget:
+            if _peak(tried) <= self._budget:
                 return tried
-            self._lower(tried, memories)
+            self._lower(tried, memory_of(tried.found))
         return None
 
     def _is_worth_it(self) -> bool:
         low, high = self._low, self._high
         return self._left > 0 and low < self._room < high and not (low and high - low <= _SPACING * self._budget)
-
-    def _staged(self) -> tuple[Staging, Stages]:
-        own = self._own
-        staging = Staging(own.staging.loss, replace(own.staging.given, memory_bytes=self._room), *own.staging.parts)
-        staging.settings = replace(staging.settings, mesh=self._mesh)
-        stages = staging.plan(own.stages.places)
-        staging.settings = replace(staging.settings, memory_bytes=None)
-        return staging, stages
 
     def _raise(self) -> None:
         """Goes on in more room than one in which there is no plan.
@@ -111,15 +143,16 @@ class _Rooms:
 def _room(own: Chosen, memories: Sequence[StageMemory], budget: int) -> int:
     """Returns what stages leave for the programs of their chunks.
 
-    What lies beside a program while it runs is taken to stay. What runs after the loss takes as much less as the chunks do.
+    What lies beside the programs of a stage's chunks while one of them runs is taken to stay. What runs after the loss takes as much less
+    as the chunks do.
     """
-    rooms = [budget]
+    rooms, stage_of = [budget], own.stages.schedule.stage_of
     for number, chunk in enumerate(own.stages.planned):
-        memory = memories[own.stages.schedule.stage_of[number]]
+        memory = memories[stage_of[number]]
         size = _size(chunk)
         of_chunk = max(memory.peaks[task.name] for task in chunk.tasks.values())
         if of_chunk > budget:
-            rooms.append(budget - of_chunk + size)
+            rooms.append(size - (of_chunk - budget) // stage_of.count(stage_of[number]))
         if memory.peak_bytes > budget:
             rooms.append(size * budget // memory.peak_bytes)
     return min(rooms)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
@@ -115,6 +117,7 @@ class ChunkPlanner:
         splits_backward: whether the gradients of weights are tasks of their own.
         runs: the micro-batches after which gradients are complete, if they may wait until then to be reduced; else 1.
         carried: for each leaf that a micro-batch takes from the one before, the result that is its next value.
+        num_limited: of the chunks, the first ones which keep to the memory of the settings; None if all do.
     """
 
     def __init__(
@@ -126,8 +129,10 @@ class ChunkPlanner:
         splits_backward: bool,
         runs: int = 1,
         carried: Mapping[int, int] = MappingProxyType({}),
+        num_limited: int | None = None,
     ) -> None:
         self._planner, self._settings, self._leaves, self._splits = planner, settings, leaves, splits_backward
+        self._num_limited = math.inf if num_limited is None else num_limited
         context = settings.context
         is_whole = context.enable_parallel_optimizer and not context.parallel_optimizer_config.gradient_accumulation_shard
         self._number = 0
@@ -169,8 +174,9 @@ class ChunkPlanner:
                 before = found[-1].joint.shardings
                 pins.update({Slot(Holds.ENTERING, slot.number): dims for slot, dims in before.items() if slot.holds is Holds.LEAVING})
             pins.update(_as_twins(joint, twins, found))
-            planned = self._planned(f"pipeline_chunk{number}", joint, pins)
-            found.append(self._chunk(number, own, planned))
+            with nullcontext() if number < self._num_limited else self._without_room():
+                planned = self._planned(f"pipeline_chunk{number}", joint, pins)
+                found.append(self._chunk(number, own, planned))
             shared.update({slot: dims for slot, dims in planned.shardings.items() if slot.holds is Holds.LEAF})
         return found
 
@@ -180,13 +186,31 @@ class ChunkPlanner:
             # What goes back is split as what came.
             if slot.holds in (Holds.ENTERING, Holds.LEAVING):
                 pins[Slot(Holds.OF_ENTERING if slot.holds is Holds.ENTERING else Holds.OF_LEAVING, slot.number)] = dims
-        forward = self._planned(f"forward{number}", passes.forward, pins)
+        forward = self._planned_as_pinned(f"forward{number}", passes.forward, pins)
         pins.update({slot: dims for slot, dims in forward.shardings.items() if slot.holds is Holds.KEPT})
         tasks = {Kind.FORWARD: forward}
         for program in split_backward(passes.backward) if self._splits else [passes.backward]:
-            task = tasks[program.kind] = self._planned(f"{program.kind.name.lower()}{number}", program, pins)
+            task = tasks[program.kind] = self._planned_as_pinned(f"{program.kind.name.lower()}{number}", program, pins)
             pins.update({slot: dims for slot, dims in task.shardings.items() if slot.holds is Holds.LINK})
         return PlannedChunk(passes, joint, tasks)
+
+    def _planned_as_pinned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
+        """Plans a task of a chunk, whose plan decides most of it: of what the task takes beyond the chunk's room, the stage has to know."""
+        try:
+            return self._planned(name, program, pins)
+        except InfeasibleError:
+            if self._settings.memory_bytes is None:
+                raise
+        with self._without_room():
+            return self._planned(name, program, pins)
+
+    @contextmanager
+    def _without_room(self) -> Iterator[None]:
+        limited, self._settings = self._settings, replace(self._settings, memory_bytes=None)
+        try:
+            yield
+        finally:
+            self._settings = limited
 
     def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], *, is_rough: bool = False) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}

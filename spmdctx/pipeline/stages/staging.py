@@ -148,6 +148,8 @@ class Staging:
         schedule_of: makes the schedule from the costs of the chunks: first the estimated ones, then the planned ones.
         planner: plans a captured program on the devices of one stage.
         holds: whether gradients may wait for the last micro-batch to be reduced; those in buckets by index do not.
+
+    `num_limited` is the number of chunks, from the first one on, which keep to the memory of `settings`; None if all do.
     """
 
     def __init__(
@@ -155,6 +157,7 @@ class Staging:
     ) -> None:
         self.loss, self.planner, self.given = loss, planner, settings
         self.parts, self.holds = (num_chunks, schedule_of, planner, holds), holds
+        self.num_limited: int | None = None
         self._runs = loss.step.loss.num_micro if holds and not settings.context.fuses_by_index else 1
         self.num_chunks, self._schedule_of, self._num_micro = num_chunks, schedule_of, loss.step.loss.num_micro
         even = [Costs(1.0, 2.0, 1.0, 1.0)] * num_chunks
@@ -244,7 +247,7 @@ class Staging:
         own, chunks, passes, stacks, known = self.loss.divided(tuple(places))
         num_stages = max(self._stage_of) + 1
         kept = [stored(stack, [self._stage_reading(part.leaf, chunks) for part in stack.parts], num_stages) for stack in stacks]
-        key = (self._splits, self._runs, self.settings, self.planner)
+        key = (self._splits, self._runs, self.settings, self.planner, self.num_limited)
         if key not in known:
             planner = ChunkPlanner(
                 self.planner,
@@ -253,6 +256,7 @@ class Staging:
                 splits_backward=self._splits,
                 runs=self._runs,
                 carried=self.loss.step.loss.carried,
+                num_limited=self.num_limited,
             )
             known[key] = planner.plan(passes, twins_of(stacks))
         planned = known[key]

@@ -39,24 +39,23 @@ class Budget(Account):
         """Finds the cheapest plan of a mesh whose peak is in the budget, if it can be below `known_s`, by the schedule's first attempts.
 
         The long attempt finds a plan within every budget in which a short one does. Errors name budgets and device counts
-        that short attempts find, so these suffice. A plan of the mesh's starts that is near enough needs none.
+        that short attempts find, so these suffice. A plan of the mesh's starts that is near enough needs none. One that is not is kept
+        for want of a better one.
         """
-        found = self._near(mesh, known_s) if mesh.near else None
-        if found is not None:
+        found = self._from_starts(mesh, known_s) if mesh.near else None
+        if found is not None and found.cost_s * (1 - mesh.near) <= mesh.lower_bound_s:
             self._ends[mesh.fastest.setup.mesh] = standing_of(found, known_s, has_run_out=False), found
             return found
-        return self._search(mesh, self.schedule.attempts, Standing(known_s), None)
+        return self._search(mesh, self.schedule.attempts, Standing(known_s), found)
 
-    def _near(self, mesh: MeshProblem, known_s: float) -> Found | None:
-        """Returns a plan that follows from the choices at which the search may start, after little work, if it is near enough."""
-        run = Run(self, mesh._replace(near=1.0), self.schedule.attempts[0].effort, known_s)
+    def _from_starts(self, mesh: MeshProblem, known_s: float) -> Found | None:
+        """Returns a plan that follows from the choices at which the search may start, after little work."""
+        run, own = Run(self, mesh._replace(near=1.0), self.schedule.attempts[0].effort, known_s), mesh.fastest.setup.mesh
         found = run.result()
         self.spent += run.allowance.spent + _ATTEMPT_WORK
         if not isinstance(found, Found):
             return None
-        found, own = run.with_layers_mixed(found), mesh.fastest.setup.mesh
-        if found.cost_s * (1 - mesh.near) > mesh.lower_bound_s:
-            return None
+        found = run.with_layers_mixed(found)
         self.fitting[own], self.costs_s[own] = run.made_of, found.cost_s
         return found
 
@@ -86,13 +85,15 @@ class Budget(Account):
         for attempt in attempts:
             if not attempt.when(standing):
                 continue
-            start = mesh._replace(starts=self.fitting[own], near=0.0) if own in self.fitting else mesh
+            # A plan that is there before any attempt comes from the mesh's starts.
+            is_from_fitting = own in self.fitting and (standing.is_begun or result is None)
+            start = mesh._replace(starts=self.fitting[own], near=0.0) if is_from_fitting else mesh
             run = Run(self, start, attempt.effort, min(known_s, standing.cost_s))
             if mesh.insists or isinstance(result, Found):
                 run.lift()
             later = run.result()
             self.spent += run.allowance.spent + _ATTEMPT_WORK
-            later = run.with_layers_mixed(later) if isinstance(later, Found) else later
+            later = self._mixed(run, later, result, self.fitting.get(own, ()))
             if isinstance(result, Shortfall) and isinstance(later, Shortfall):
                 later = later._replace(is_cut=(result.is_cut or later.is_cut) and not later.is_proven)
             result = better(result, later, known_s)
@@ -103,3 +104,15 @@ class Budget(Account):
         assert result is not None, "a schedule begins with an attempt"
         self._ends[own] = standing, result
         return result
+
+    @staticmethod
+    def _mixed(
+        run: Run, later: Found | Shortfall | Beaten, earlier: Found | Shortfall | Beaten | None, made_of: tuple[tuple[int, ...], ...]
+    ) -> Found | Shortfall | Beaten:
+        """Returns what an attempt found, with its layers mixed; where it found no plan, the earlier one with layers that it has met."""
+        if isinstance(later, Found):
+            return run.with_layers_mixed(later)
+        if not (isinstance(earlier, Found) and isinstance(later, Shortfall) and made_of):
+            return later
+        mixed = run.with_layers_mixed(earlier, made_of)
+        return later if mixed is earlier else mixed

@@ -86,6 +86,9 @@ SOFT = Effort(level=1, counts_copies=False, hopeless=2 * _HOPELESS)
 QUICK = SOFT._replace(rounds=4, tolerance=0.005, proof=2 * _PROOF, mixes=True)
 """The same for a program that is not small."""
 
+PART = QUICK._replace(proof=_PROOF / 4)
+"""The same for one of many parts that are planned one by one."""
+
 
 class Standing(NamedTuple):
     """The state of the search of one mesh between two attempts.
@@ -213,7 +216,8 @@ ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
 QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)),), enough=_ENOUGH)
 
 # Of many parts that are planned one by one, what a short attempt leaves is worth no long search.
-PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(QUICK, partial(improvable, enough=HASTY.tolerance)),))
+PART_PLAN = QUICK_PLAN._replace(later=(Attempt(PART, partial(unsettled, enough=HASTY.tolerance)),))
+PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(PART, partial(improvable, enough=HASTY.tolerance)),))
 
 
 class Limits:

@@ -99,7 +99,7 @@ class DynamicOptions:
         if self.is_rough:
             return effort.ROUGH_PLAN
         if len(step.graph.ops) < self.large_program:
-            return effort.QUICK_PLAN
+            return effort.PART_PLAN if self.is_of_a_part else effort.QUICK_PLAN
         return effort.PART_PLAN_OR_NONE if self.is_of_a_part else effort.QUICK_PLAN_OR_NONE
 
 

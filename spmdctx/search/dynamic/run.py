@@ -77,20 +77,29 @@ class Run:
                 return result
         return self._out_of_limits()
 
-    def with_layers_mixed(self, found: Found) -> Found:
-        """Returns the plan of the attempt, or one for which some layers follow one of the plans that were met, and some another.
+    def with_layers_mixed(self, found: Found, earlier: tuple[tuple[int, ...], ...] = ()) -> Found:
+        """Returns a plan, or one for which some layers follow one of the plans that the attempt has met, and some another.
 
         A plan that is so poor that other meshes come first stays as it is.
+
+        Args:
+            found: the plan of the attempt, or of an earlier one.
+            earlier: the choices of states of which the plan of an earlier attempt is made.
         """
-        self.made_of = (self.fitting,) if self.fitting else ()
-        if not (self._effort.mixes and self.fitting) or self._plain is None or self._is_left(found.cost_s):
+        self.made_of = earlier or ((self.fitting,) if self.fitting else ())
+        if not (self._effort.mixes and self.made_of) or self._plain is None or self._is_left(found.cost_s):
             return found
-        judged = self._judged
-        bill = judged[2] if judged is not None and judged[0] == self.fitting else self._formulation.bill_of(found)
+        first, *more = self.made_of
         mixing = Mixing(self._formulation, self._mesh, self._budget.options)
-        others = [*self._met, *self._mesh.starts, self._mesh.start()]
-        mixed, self.made_of = mixing.improved(found, self.fitting, bill, others, self._plain, self._known_s)
+        others = [*more, *self._met, *self._mesh.starts, self._mesh.start()]
+        mixed, made_of = mixing.improved(found, first, self._bill_of(first), others, self._plain, self._known_s)
+        self.made_of = self.made_of if mixed is found else made_of
         return mixed
+
+    def _bill_of(self, states: tuple[int, ...]) -> Bill:
+        self._planned(Solution(states, 0.0, 0.0, {}))
+        assert self._judged is not None, "the plan was just made"
+        return self._judged[2]
 
     def _limited(self) -> Problem:
         """Returns the problem of the present limit without what is reserved for results."""

@@ -12,7 +12,8 @@ from spmdctx.gradients.capture import capture_step
 from spmdctx.pipeline.capture.carrier import PipelinedStep, capture_pipelined
 from spmdctx.pipeline.schedule.named import Scheduler
 from spmdctx.pipeline.search.counts import Candidate, Choices, best_of, choice_notes, stage_counts
-from spmdctx.pipeline.search.plan import PipelinePlanner
+from spmdctx.pipeline.search.fitting import fit_promising
+from spmdctx.pipeline.search.plan import PipelinePlanner, Unlimited
 from spmdctx.pipeline.search.proven import choice_note
 from spmdctx.pipeline.search.schedules import (
     DEEPER,
@@ -105,6 +106,7 @@ class _Traced:
             search.choices.refused[counted(most, "stage")] = self.refused
         for count in counts:
             search.plan(count, room)
+        search.fit(room)
         search.deepen(room)
         candidates = search.choices.candidates
         if not candidates:
@@ -125,38 +127,51 @@ class _Search:
         self._traced, self._captured, self._step, self._around, self._notes = traced, traced.captured, step, around, traced.notes
         self._planner = PipelinePlanner(step, around.settings, plan_program) if step is not None else None
         self._single: Entry | None = None
-        self._pipelines: dict[Candidate, PlannedPipeline] = {}
+        self._unlimited: dict[Candidate, Unlimited] = {}
+        self._fitted: dict[Candidate, PlannedPipeline] = {}
         self.choices = Choices([], {}, {})
         self.failed: list[InfeasibleError] = []
 
     def plan(self, count: int, memory_bytes: int) -> None:
-        """Plans a number of stages, and adds what it finds to the choices."""
+        """Plans a number of stages, whatever memory pipelines take, and keeps what it finds."""
         if count == 1:
             self._plan_single()
         elif self._step is not None:
             context = self._around.settings.context
             given = scheduler_of(context) if sets_schedule(context) else None
-            plan_schedules(self.choices, count, self._step.loss.num_micro, lambda own: self._tried(count, own), memory_bytes, given)
+            best_s = self._known(memory_bytes).best_s(memory_bytes)
+            plan_schedules(self.choices, count, self._step.loss.num_micro, lambda own: self._freely(count, own), best_s, given)
+
+    def fit(self, memory_bytes: int) -> None:
+        """Fits what is planned into the memory of a device as far as it could be the fastest, and adds all to the choices."""
+        is_binding = self._around.settings.memory_bytes is not None
+        fit_promising(self.choices, list(self._unlimited), self._within, memory_bytes, is_binding=is_binding)
 
     def deepen(self, memory_bytes: int) -> None:
         """Plans more chunks on each stage where they promise to beat the best so far; a schedule that the user sets is kept."""
         if self._step is None or not self.choices.candidates or sets_schedule(self._around.settings.context):
             return
         best = best_of(self.choices.candidates, memory_bytes)
-        planned = {own.schedule: own for own in self._pipelines if own.stages == best.stages}
+        if best.memory_bytes > memory_bytes:
+            return
+        planned = {own.schedule: own for own in self._unlimited if own.stages == best.stages}
         plain, two = planned.get(PLAIN.name), planned.get(shown(INTERLEAVED))
-        if plain is not None and two is not None:
-            found = estimates(self._pipelines[plain], self._around.settings.topology, (INTERLEAVED, *DEEPER))
-            plan_deeper(self.choices, best, two, found, lambda own: self._tried(best.stages, own))
+        if plain is None or two is None:
+            return
+        found = estimates(self._unlimited[plain].chosen.found, self._around.settings.topology, (INTERLEAVED, *DEEPER))
+        deeper = plan_deeper(self.choices, best, two, found, lambda own: self._freely(best.stages, own))
+        if deeper is not None:
+            is_binding = self._around.settings.memory_bytes is not None
+            fit_promising(self.choices, [deeper.candidate], self._within, memory_bytes, is_binding=is_binding)
 
     def entry(self, chosen: Candidate, notes: Sequence[str]) -> Entry:
         """Returns the entry of a candidate, with notes on the choice."""
-        pipeline = self._pipelines.get(chosen)
-        if pipeline is None or self._step is None:
+        if chosen.stages == 1 or self._planner is None or self._step is None:
             single = self._single
             assert single is not None, "what is no pipeline was planned on one stage"
             planned = replace(single.planned, plan=replace(single.planned.plan, replan=self._traced))
             return PlannedEntry(single.captured, single.environment, notes, planned)
+        pipeline = self._fitted.get(chosen) or self._planner.fitted(self._unlimited[chosen], wants_fit=False)
         pipeline.notes.extend(notes)
         return PipelinedEntry(self._step, _of(self._around, chosen.stages), self._notes, pipeline, self._traced)
 
@@ -166,7 +181,7 @@ class _Search:
             return []
         context = self._around.settings.context
         schedulers = [scheduler_of(context)] if sets_schedule(context) else EVERY
-        planned = (own.schedule.num_chunks for own in self._pipelines.values())
+        planned = (own.chosen.found.schedule.num_chunks for own in self._unlimited.values())
         num_chunks = max([*(own.num_chunks(max(counts)) for own in schedulers), *planned])
         least_s = self._planner.least_of_all_s(num_chunks, self._captured.built() if self._single is not None else None)
         return [choice_note(chosen.seconds, least_s, max(counts))]
@@ -182,22 +197,35 @@ class _Search:
         self._single = single
         self.choices.candidates.append(Candidate(1, cost.total_s, cost.total_s - cost.compute_s, cost.memory_bytes))
 
-    def _tried(self, count: int, scheduler: Scheduler) -> Tried:
+    def _known(self, memory_bytes: int) -> Choices:
+        """Returns the choices with what fits of all that is planned."""
+        fitting = [own for own in self._unlimited if own.memory_bytes <= memory_bytes]
+        return self.choices._replace(candidates=[*self.choices.candidates, *fitting])
+
+    def _freely(self, count: int, scheduler: Scheduler) -> Tried:
         assert self._planner is not None, "only a step whose loss is cut has several stages"
         settings = _of(self._around, count).settings
         try:
-            found = self._planner.plan(
-                settings,
-                scheduler.num_chunks(count),
-                lambda costs, num_micro: scheduler.schedule(count, num_micro, costs),
-                self.choices.best_s(settings.memory_bytes or settings.topology.memory_bytes),
+            found = self._planner.freely(
+                settings, scheduler.num_chunks(count), lambda costs, num_micro: scheduler.schedule(count, num_micro, costs)
             )
         except InfeasibleError as error:
             self.failed.append(error)
             raise
-        own = tried(found, settings.topology)
-        self._pipelines[own.candidate] = found
+        own = tried(found.chosen.found, settings.topology)
+        self._unlimited[own.candidate] = found
         return own
+
+    def _within(self, own: Candidate) -> Candidate:
+        assert self._planner is not None, "only a step whose loss is cut has several stages"
+        try:
+            found = self._planner.fitted(self._unlimited[own])
+        except InfeasibleError as error:
+            self.failed.append(error)
+            raise
+        fitted = tried(found, self._around.settings.topology).candidate
+        self._fitted[fitted] = found
+        return fitted
 
 
 def _of(around: Environment, count: int) -> Environment:

@@ -36,8 +36,9 @@ class Stages:
             peaks = {name: size + 30 - 5 * number, "after": self.after * size}
             memories.append(StageMemory(30, 0, {}, max(peaks.values()), peaks))
         step = SimpleNamespace(loss=SimpleNamespace(where="here"))
-        found = SimpleNamespace(memories=memories, mesh="first", step=step, simulation=SimpleNamespace(in_flight=[1, 1]))
-        return SimpleNamespace(planned=chunks, schedule=SimpleNamespace(stage_of=[0, 1]), places=(3,), found=found)
+        found = SimpleNamespace(memories=memories, mesh="first", total_s=1.0, step=step, simulation=SimpleNamespace(in_flight=[1, 1]))
+        schedule = SimpleNamespace(stage_of=[0, 1], num_stages=2, num_chunks=2)
+        return SimpleNamespace(planned=chunks, schedule=schedule, places=(3,), found=found)
 
     def chosen(self, size):
         stages = self.made(size)
@@ -52,7 +53,7 @@ class Stages:
                 raise InfeasibleError("no plan in this room")
             return self.made(size)
 
-        own = SimpleNamespace(settings=settings, plan=plan)
+        own = SimpleNamespace(settings=settings, given=settings, plan=plan)
         return own
 
 
@@ -118,3 +119,53 @@ def test_a_stage_that_fits_in_no_room_is_named(monkeypatch):
         within.within(stages.chosen(90), 100)
     assert "no plan in this room" in str(caught.value.__cause__)
     assert [mesh for _, mesh in stages.asked] == ["first", None, None] + ["first"] * 4
+
+
+class Rounds:
+    """Three chunks on each of two stages, of which those in a room take 10 bytes and 1.1 s of a step each, and others 40 bytes and 1 s."""
+
+    def __init__(self, monkeypatch, *, mesh="first"):
+        self.asked, self.mesh = [], mesh
+        monkeypatch.setattr(within, "Staging", self.staging)
+        monkeypatch.setattr(within, "best_completed", lambda staging, stages, budget: stages.found)
+        monkeypatch.setattr(within, "memory_of", lambda found: found.memories)
+
+    def made(self, num_small, mesh):
+        size = [10 if number < num_small else 40 for number in range(6)]
+        chunks, memories = [], []
+        for number in range(6):
+            plan = SimpleNamespace(cost=SimpleNamespace(memory_bytes=size[number]), safe_memory_bytes=size[number])
+            chunks.append(SimpleNamespace(tasks={0: SimpleNamespace(name=f"backward{number}", planned=SimpleNamespace(plan=plan))}))
+        for stage in (0, 1):
+            peak = sum(size[stage::2])
+            memories.append(StageMemory(0, 0, {}, peak, {f"backward{number}": peak for number in range(stage, 6, 2)}))
+        found = SimpleNamespace(memories=memories, mesh=mesh, total_s=6 + 0.1 * num_small, step=None)
+        schedule = SimpleNamespace(stage_of=[0, 1] * 3, num_stages=2, num_chunks=6)
+        return SimpleNamespace(planned=chunks, schedule=schedule, places=(3,), found=found)
+
+    def chosen(self):
+        stages = self.made(0, "first")
+        return Chosen(SimpleNamespace(loss=None, given=Settings(), parts=()), stages, stages.found)
+
+    def staging(self, loss, settings):
+        def plan(places):
+            self.asked.append(own.num_limited)
+            return self.made(6 if own.num_limited is None else own.num_limited, self.mesh)
+
+        own = SimpleNamespace(settings=settings, given=settings, plan=plan)
+        return own
+
+
+@pytest.mark.parametrize(("budget", "asked", "num_small"), [(95, [None, 2], 2), (89, [None, 4], 4), (50, [None], 6)])
+def test_as_few_rounds_of_chunks_as_need_be_keep_to_the_room(monkeypatch, budget, asked, num_small):
+    rounds = Rounds(monkeypatch)
+    found = within.within(rounds.chosen(), budget)
+    assert rounds.asked == asked
+    assert found.found.total_s == pytest.approx(6 + 0.1 * num_small)
+    assert max(own.peak_bytes for own in found.found.memories) <= budget
+
+
+def test_rounds_are_mixed_on_one_mesh_only(monkeypatch):
+    rounds = Rounds(monkeypatch, mesh="second")
+    within.within(rounds.chosen(), 95)
+    assert rounds.asked == [None]

@@ -133,6 +133,6 @@ def test_a_rough_plan_decides_whether_gradients_in_turns_are_planned(monkeypatch
     def fit(own):
         raise InfeasibleError("too large")
 
-    chosen = reduced_once(plan, fit, 6, is_binding=False)
+    chosen = reduced_once(plan(True, None), plan, fit, 6, is_binding=False)
     assert seen == calls
     assert chosen.found.peak == min(8, rough_peak)

@@ -18,11 +18,12 @@ from spmdctx.trace.scope.settings import Settings
 from tests.pipeline import losses
 from tests.pipeline.cut.test_chunks import cut_line
 
+ROOM = 2**30
 FIRST, OTHER = LogicalMesh((("data", 4), ("model", 1))), LogicalMesh((("data", 2), ("model", 2)))
 
 
-def planned(meshes, fits):
-    """Plans four chunks whose rough plans have some meshes in turn, and whose plans exist where `fits` says so of name and mesh."""
+def planned(meshes, fits, *, room=None, num_limited=None):
+    """Plans four chunks whose rough plans have some meshes in turn, and whose plans exist where `fits` says so of name, mesh and room."""
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 8)
     chunks, leaves, still = cut_line(losses.loss, params, batch, 4)
     count = len(jax.tree.leaves(params))
@@ -35,30 +36,55 @@ def planned(meshes, fits):
         if captured.name == "pipeline_mesh":
             decided.append([number for number, own in enumerate(passes) if own.joint.jaxpr is captured.jaxpr])
             return plan_program(captured, replace(settings, mesh=left.pop(0)), **how)
-        if not fits(captured.name, settings.mesh):
+        if not fits(captured.name, settings.mesh, settings.memory_bytes):
             raise InfeasibleError(f"{captured.name} does not fit")
         return plan_program(captured, settings, **how)
 
-    settings = Settings(context, 4, None, topology("tpu-v5p"))
+    settings = Settings(context, 4, None, topology("tpu-v5p"), memory_bytes=room)
     try:
-        return ChunkPlanner(planner, settings, names, splits_backward=False).plan(passes), decided
+        return ChunkPlanner(planner, settings, names, splits_backward=False, num_limited=num_limited).plan(passes), decided
     except InfeasibleError as error:
         return str(error), decided
 
 
 def test_a_chunk_that_does_not_fit_decides_the_mesh_anew():
-    chunks, decided = planned([FIRST, OTHER], lambda name, mesh: name != "pipeline_chunk1" or mesh == OTHER)
+    chunks, decided = planned([FIRST, OTHER], lambda name, mesh, room: name != "pipeline_chunk1" or mesh == OTHER)
     assert decided == [[2], [1]]
     assert [chunk.mesh for chunk in chunks] == [OTHER] * 4
     assert any(slot.holds is Holds.LEAVING for slot in chunks[0].joint.shardings)
 
 
 def test_a_chunk_that_fits_nowhere_is_an_error():
-    text, decided = planned([FIRST, FIRST], lambda name, mesh: name != "pipeline_chunk0")
+    text, decided = planned([FIRST, FIRST], lambda name, mesh, room: name != "pipeline_chunk0")
     assert (text, decided) == ("pipeline_chunk0 does not fit", [[2], [0]])
 
 
 def test_the_mesh_of_the_chunk_in_the_middle_is_kept():
-    chunks, decided = planned([FIRST], lambda name, mesh: True)
+    chunks, decided = planned([FIRST], lambda name, mesh, room: True)
     assert decided == [[2]]
     assert [chunk.mesh for chunk in chunks] == [FIRST] * 4
+
+
+def test_a_task_that_takes_more_than_the_room_of_its_chunk_is_planned_without_it():
+    tried = []
+
+    def fits(name, mesh, room):
+        tried.append((name, room))
+        return name != "backward2" or room is None
+
+    chunks, _ = planned([FIRST], fits, room=ROOM)
+    assert len(chunks) == 4
+    assert [one for one in tried if one[1] is None] == [("backward2", None)]
+
+
+def test_only_the_first_chunks_keep_to_the_room_if_so_many_do():
+    rooms = {}
+
+    def fits(name, mesh, room):
+        rooms[name] = room
+        return True
+
+    planned([FIRST], fits, room=ROOM, num_limited=1)
+    limited = {name for name, room in rooms.items() if room == ROOM}
+    assert limited == {"pipeline_chunk0", "forward0", "backward0"}
+    assert len(rooms) == 12

@@ -73,18 +73,19 @@ def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule
 
 
 @pytest.mark.parametrize(
-    ("schedule", "other", "last", "shorts"),
+    ("schedule", "last", "other", "last_of_other", "shorts"),
     [
-        (effort.LARGE_PLAN, effort.MIDDLE_PLAN, THOROUGH, (0.004, 0.006)),
-        (effort.PART_PLAN_OR_NONE, effort.QUICK_PLAN_OR_NONE, QUICK, (0.015, 0.03)),
+        (effort.LARGE_PLAN, THOROUGH, effort.MIDDLE_PLAN, THOROUGH, (0.004, 0.006)),
+        (effort.PART_PLAN, effort.PART, effort.QUICK_PLAN, QUICK, (0.015, 0.03)),
+        (effort.PART_PLAN_OR_NONE, effort.PART, effort.QUICK_PLAN_OR_NONE, QUICK, (0.015, 0.03)),
     ],
 )
-def test_large_programs_and_parts_are_not_improved_by_their_last_percents(schedule, other, last, shorts):
+def test_large_programs_and_parts_are_not_improved_by_their_last_percents(schedule, last, other, last_of_other, shorts):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
     for short, is_worth_it in zip(shorts, (False, True), strict=True):
         standing = found._replace(lower_bound_s=1 - short)
         assert due(schedule, standing) == [last] * is_worth_it
-        assert due(other, standing) == [last]
+        assert due(other, standing) == [last_of_other]
 
 
 @pytest.mark.parametrize(("short", "is_worth_it"), [(0.004, False), (0.006, True)])
@@ -114,7 +115,7 @@ def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
         (5000, {"wants_any": True}, effort.HASTY_PLAN),
         (4999, {"is_soft": True}, effort.QUICK_PLAN),
         (5000, {"is_soft": True}, effort.QUICK_PLAN_OR_NONE),
-        (4999, {"is_soft": True, "is_of_a_part": True}, effort.QUICK_PLAN),
+        (4999, {"is_soft": True, "is_of_a_part": True}, effort.PART_PLAN),
         (5000, {"is_soft": True, "is_of_a_part": True}, effort.PART_PLAN_OR_NONE),
         (5000, {"is_of_a_part": True}, effort.LARGEST_PLAN),
         (101, {"small_program": 101}, effort.PROVEN_PLAN),

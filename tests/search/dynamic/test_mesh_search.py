@@ -10,7 +10,8 @@ from spmdctx.search.dynamic import effort
 from spmdctx.search.dynamic import searcher as searcher_module
 from spmdctx.search.dynamic.budget import Budget
 from spmdctx.search.dynamic.mesh_search import MeshSearch
-from spmdctx.search.dynamic.results import DynamicOptions, Shortfall
+from spmdctx.search.dynamic.results import DynamicOptions, Shortfall, short_of
+from spmdctx.search.dynamic.run import Run
 from spmdctx.search.dynamic.searcher import plan_dynamic
 from spmdctx.search.problem.orbits import Precedents
 from spmdctx.search.setup.request import Request
@@ -122,6 +123,34 @@ def test_a_search_begins_with_the_plan_of_a_program_alike_and_ends_with_one_as_n
         tried = [count + own.counts.get("prices", 0) for count, own in zip(tried, found, strict=True)]
     assert begun >= 5
     assert tried[1] < tried[0]
+
+
+def test_a_poor_plan_of_the_starts_is_kept_where_no_attempt_finds_one(monkeypatch):
+    """Attempts are blind here; only what begins at the plan of a program alike finds one."""
+    monkeypatch.setattr("spmdctx.search.solver.limited.closing.MAX_CHOICES", 0)
+    monkeypatch.setattr("spmdctx.search.solver.limited.constrained.is_narrow", lambda graph: False)
+    monkeypatch.setattr(Constrained, "_is_closable", lambda self, graph: False)
+    monkeypatch.setattr("spmdctx.search.dynamic.mesh_search._AS_NEAR", 1e-6)
+    result, kept = Run.result, 0
+    for seed in range(6100, 6130):
+        step, request, machine, budget = _within(seed, 12, 4, 0.8)
+        options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, large_program=0, precedents=Precedents())
+        first = plan_dynamic(step, request, machine, options)
+        if isinstance(first, Shortfall) or first.cost_s == first.lower_bound_s:
+            continue
+
+        def blind(self):
+            found = result(self)
+            return found if self._mesh.near == 1.0 else short_of(self._budget.fastest_peak, self._mesh.fastest, 0.0)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "result", blind)
+            again = plan_dynamic(step, request, machine, options)
+        if isinstance(again, Shortfall):
+            continue
+        assert bill_of(step, again.assignment, again.setup.mesh, machine).safe_bytes <= budget
+        kept += 1
+    assert kept >= 3
 
 
 def test_a_plan_that_was_tried_by_itself_is_no_precedent():

@@ -177,7 +177,7 @@ class Peaks:
     def chosen(self, monkeypatch, *, is_binding):
         monkeypatch.setattr(reduced, "memory_of", lambda found: [found])
         monkeypatch.setattr(reduced, "held_bytes", lambda found: [found.held])
-        return reduced.reduced_once(self.plan, self.fit, 100, is_binding=is_binding).found
+        return reduced.reduced_once(self.plan(True), self.plan, self.fit, 100, is_binding=is_binding).found
 
 
 @pytest.mark.parametrize(
