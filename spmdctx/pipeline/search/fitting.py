@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from spmdctx.pipeline.search.counts import Candidate, Choices
 from spmdctx.pipeline.search.schedules import NOT_HERE, PLAIN, reason_of
@@ -17,8 +18,8 @@ def fit_promising(
     """Plans pipelines again within the memory of a device until none that is left can be faster, and adds all to the choices.
 
     A plan within the memory is taken to be no faster than that without a limit. No other schedule has fewer micro-batches in flight than
-    1F1B on its fullest stage. So where a schedule does not fit, 1F1B comes next, and where that does not fit, no other one on as many
-    stages is planned again.
+    1F1B on its fullest stage. So 1F1B comes first until something fits, and next on as many stages as a schedule does not fit. Where 1F1B
+    does not fit, no other one on as many stages is planned again.
 
     Args:
         choices: what is planned and fits so far.
@@ -27,35 +28,34 @@ def fit_promising(
         memory_bytes: of a device.
         is_binding: whether what does not fit is no choice.
     """
-    left, failed = sorted(planned, key=lambda own: (own.seconds, own.stages)), set[tuple[int, str]]()
+    choices.candidates.extend(own for own in planned if own.memory_bytes <= memory_bytes)
+    left = sorted((own for own in planned if own.memory_bytes > memory_bytes), key=lambda own: (own.seconds, own.stages))
+    doubtful, hopeless = set[int](), set[int]()
     while left and left[0].seconds < choices.best_s(memory_bytes):
-        own = _next(left, failed)
+        own = _next(left, doubtful, is_known=math.isfinite(choices.best_s(memory_bytes)))
         left.remove(own)
-        if own.memory_bytes > memory_bytes and (own.stages, PLAIN.name) in failed:
+        if own.stages in hopeless:
             _leave(choices, own, NO_MORE, is_binding=is_binding)
             continue
         try:
-            found = fit(own) if own.memory_bytes > memory_bytes else own
+            found = fit(own)
         except NOT_HERE as error:
             choices.refused[own.name] = reason_of(error)
-            failed.add((own.stages, own.schedule))
-            continue
-        choices.candidates.append(found)
-        if found.memory_bytes > memory_bytes:
-            failed.add((own.stages, own.schedule))
-    for own in left:
-        if own.memory_bytes > memory_bytes:
-            _leave(choices, own, f"without a limit of memory it takes {seconds_text(own.seconds)}", is_binding=is_binding)
+            found = own
         else:
-            choices.candidates.append(own)
+            choices.candidates.append(found)
+        if found.memory_bytes > memory_bytes:
+            (hopeless if own.schedule == PLAIN.name else doubtful).add(own.stages)
+    for own in left:
+        _leave(choices, own, f"without a limit of memory it takes {seconds_text(own.seconds)}", is_binding=is_binding)
 
 
-def _next(left: Sequence[Candidate], failed: set[tuple[int, str]]) -> Candidate:
-    """Returns the fastest one that is left, or 1F1B on as many stages if another schedule did not fit there."""
+def _next(left: Sequence[Candidate], doubtful: Collection[int], *, is_known: bool) -> Candidate:
+    """Returns the fastest one that is left; or the fastest 1F1B while nothing is known to fit, or on stages where something did not."""
     first = left[0]
-    if any(stages == first.stages for stages, _ in failed):
-        return next((own for own in left if (own.stages, own.schedule) == (first.stages, PLAIN.name)), first)
-    return first
+    if is_known and first.stages not in doubtful:
+        return first
+    return next((own for own in left if own.schedule == PLAIN.name and (not is_known or own.stages == first.stages)), first)
 
 
 def _leave(choices: Choices, own: Candidate, reason: str, *, is_binding: bool) -> None:

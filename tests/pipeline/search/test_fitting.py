@@ -44,6 +44,7 @@ def test_within_a_budget_what_is_left_is_no_choice():
     choices = Choices([], {}, {})
     fit_promising(choices, [two, four], Fits({"4 stages by 1f1b": 1.5}), ROOM, is_binding=True)
     assert [own.stages for own in choices.candidates] == [4]
+    assert not choices.refused
     assert choices.skipped == {"2 stages by 1f1b": "without a limit of memory it takes 3.00 s"}
 
 
@@ -55,17 +56,27 @@ def test_what_fits_as_it_is_needs_no_other_plan():
 
 @pytest.mark.parametrize("is_binding", [False, True])
 def test_where_1f1b_does_not_fit_no_other_schedule_is_tried(is_binding):
-    planned = [large(2, 3.0), large(2, 1.0, "gpipe"), large(2, 2.0, "interleaved 1f1b"), large(4, 5.0)]
-    fits, choices = Fits({"4 stages by 1f1b": 6.0}, raises=is_binding), Choices([], {}, {})
+    single, four = Candidate(1, 9.0, 0.0, ROOM), large(4, 5.0)
+    planned = [large(2, 3.0), large(2, 1.0, "gpipe"), large(2, 2.0, "interleaved 1f1b"), four]
+    fits, choices = Fits({four.name: 6.0}, raises=is_binding), Choices([single], {}, {})
     fit_promising(choices, planned, fits, ROOM, is_binding=is_binding)
     assert fits.asked == ["2 stages by gpipe", "2 stages by 1f1b", "4 stages by 1f1b"]
+    assert best_of(choices.candidates, ROOM).stages == 4
     if is_binding:
         assert choices.refused == dict.fromkeys(("2 stages by gpipe", "2 stages by 1f1b"), "Stage 0 needs more.")
         assert choices.skipped == {"2 stages by interleaved 1f1b": NO_MORE}
-        assert [own.stages for own in choices.candidates] == [4]
-    else:
-        assert len(choices.candidates) == 4
-        assert best_of(choices.candidates, ROOM).stages == 4
+    assert len(choices.candidates) == (2 if is_binding else 5)
+
+
+def test_until_something_fits_1f1b_is_tried_alone():
+    planned = [large(stages, seconds, own) for stages, seconds in ((2, 1.0), (4, 2.0)) for own in ("gpipe", "1f1b")]
+    fits, choices = Fits({}), Choices([], {}, {})
+    fit_promising(choices, planned, fits, ROOM, is_binding=False)
+    assert fits.asked == ["2 stages by 1f1b", "4 stages by 1f1b"]
+    assert set(choices.candidates) == set(planned)
+    fits, choices = Fits({"2 stages by 1f1b": 3.0, "2 stages by gpipe": 1.5}), Choices([], {}, {})
+    fit_promising(choices, planned, fits, ROOM, is_binding=False)
+    assert fits.asked == ["2 stages by 1f1b", "2 stages by gpipe"]
 
 
 @pytest.mark.parametrize("seed", range(50))
