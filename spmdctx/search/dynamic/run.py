@@ -30,6 +30,12 @@ _LEAST_S = 1e-300
 _LOWER = 0.8
 """The limit of repairs that is tried beside the whole budget, as a share of it."""
 
+_ROUNDS_WHERE_NEAR = 4
+"""Limits that are tried where plans are nearly small enough, if the effort tries fewer."""
+
+_NEARLY = 1.06
+"""Share of the budget that such plans take at most."""
+
 _LIMIT_SPACING = 0.005
 """Least share of the budget between two limits that are tried for a program that is not small."""
 
@@ -71,11 +77,17 @@ class Run:
 
     def result(self) -> Found | Shortfall | Beaten:
         """Tries limits until one of them decides the attempt."""
-        for _ in range(self._effort.rounds):
+        for number in range(max(self._effort.rounds, _ROUNDS_WHERE_NEAR)):
+            if number >= self._effort.rounds and not self._is_nearly_found():
+                break
             result = self._round()
             if result is not None:
                 return result
         return self._out_of_limits()
+
+    def _is_nearly_found(self) -> bool:
+        """Returns whether no plan was found, and the smallest one that was seen takes little more than the budget."""
+        return self._seen is None and 0 < self._nearest.bytes <= _NEARLY * self._budget.memory_bytes
 
     def with_layers_mixed(self, found: Found, earlier: tuple[tuple[int, ...], ...] = ()) -> Found:
         """Returns a plan, or one for which some layers follow one of the plans that the attempt has met, and some another.
