@@ -45,6 +45,7 @@ class PipelinePlanner:
         planner: plans a captured program on the devices of one stage.
     """
 
+    @no_garbage_collection()
     def __init__(self, step: PipelinedStep, settings: Settings, planner: Planner) -> None:
         self._loss, self._settings = cut_loss(step, settings), settings
         self._planner = AlikePlanner(planner)

@@ -170,7 +170,7 @@ def test_a_mesh_where_a_program_alike_has_no_plan_is_left_out_if_another_has_one
     monkeypatch.setattr(Budget, "search_on", lambda self, own, known_s: searched.append(own.tables.space.mesh) or run(self, own, known_s))
     left_out = 0
     for seed in range(6200, 6230):
-        step, request, machine, budget = _within(seed, 12, 8, 0.7)
+        step, request, machine, budget = _within(seed, 12, 8, 0.6)
         options = DynamicOptions(memory_bytes=budget, is_soft=True, small_program=0, large_program=0)
         precedents, found, meshes = Precedents(), [], []
         for _ in range(2):
