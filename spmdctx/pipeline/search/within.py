@@ -67,7 +67,7 @@ def _with_rounds_mixed(own: Chosen, within_room: Chosen, budget: int) -> Chosen:
         staging, stages = _staged(own, room, own.found.mesh, count * schedule.num_stages)
         tried = Chosen(staging, stages, best_completed(staging, stages, budget))
         if _peak(tried) <= budget:
-            return min(tried, within_room, key=lambda one: one.found.total_s)
+            return min(within_room, tried, key=lambda one: one.found.total_s)
     return within_room
 
 
