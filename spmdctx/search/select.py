@@ -56,9 +56,10 @@ class SearchOptions:
     """The options of a search. `search_mode` is empty where the mode leaves nothing to search.
 
     A search that `is_rough` only tells how plans compare. One that `is_brief` works less on proofs, and its errors name no budget and no
-    number of devices that are enough. One whose budget `is_a_room`, which is not the user's, takes little time for a large program, and its
-    errors name neither. With `shared`, it shares its work with others. Ctrl-C ends one that `is_interruptible` with the best plan so far.
-    Searches of large programs within memory start from the plans of `precedents`, and add theirs.
+    number of devices that are enough. One whose budget `is_a_room`, which is not the user's, takes little time for a program of more than
+    `middle_program` ops, and its errors name neither. With `shared`, it shares its work with others. Ctrl-C ends one that
+    `is_interruptible` with the best plan so far. Searches of larger programs within memory start from the plans of `precedents`, and add
+    theirs.
     """
 
     search_mode: str

@@ -13,7 +13,7 @@ from spmdctx.pipeline.stages.memory import StageMemory, memory_of
 from spmdctx.pipeline.stages.plans import PlannedChunk
 from spmdctx.pipeline.stages.staging import Stages, Staging
 from spmdctx.pipeline.stages.whole import PlannedPipeline
-from spmdctx.wording import bytes_text
+from spmdctx.wording import bytes_text, counted
 
 _MOST_ROOMS = 5
 """How often a pipeline is planned within a budget, with more or less room for the programs of its stages."""
@@ -67,6 +67,8 @@ def _with_rounds_mixed(own: Chosen, within_room: Chosen, budget: int) -> Chosen:
         staging, stages = _staged(own, room, own.found.mesh, count * schedule.num_stages)
         tried = Chosen(staging, stages, best_completed(staging, stages, budget))
         if _peak(tried) <= budget:
+            less = f"The chunks of {counted(count, 'round')} of {rounds} take less memory and more time than the others"
+            tried.found.notes.append(f"{less}, so that stages fit.")
             return min(within_room, tried, key=lambda one: one.found.total_s)
     return within_room
 

@@ -144,8 +144,7 @@ class _Search:
 
     def fit(self, memory_bytes: int) -> None:
         """Fits what is planned into the memory of a device as far as it could be the fastest, and adds all to the choices."""
-        is_binding = self._around.settings.memory_bytes is not None
-        fit_promising(self.choices, list(self._unlimited), self._within, memory_bytes, is_binding=is_binding)
+        self._fit(list(self._unlimited), memory_bytes)
 
     def deepen(self, memory_bytes: int) -> None:
         """Plans more chunks on each stage where they promise to beat the best so far; a schedule that the user sets is kept."""
@@ -161,8 +160,7 @@ class _Search:
         found = estimates(self._unlimited[plain].chosen.found, self._around.settings.topology, (INTERLEAVED, *DEEPER))
         deeper = plan_deeper(self.choices, best, two, found, lambda own: self._freely(best.stages, own))
         if deeper is not None:
-            is_binding = self._around.settings.memory_bytes is not None
-            fit_promising(self.choices, [deeper.candidate], self._within, memory_bytes, is_binding=is_binding)
+            self._fit([deeper.candidate], memory_bytes)
 
     def entry(self, chosen: Candidate, notes: Sequence[str]) -> Entry:
         """Returns the entry of a candidate, with notes on the choice."""
@@ -196,6 +194,10 @@ class _Search:
             return
         self._single = single
         self.choices.candidates.append(Candidate(1, cost.total_s, cost.total_s - cost.compute_s, cost.memory_bytes))
+
+    def _fit(self, planned: Sequence[Candidate], memory_bytes: int) -> None:
+        is_binding = self._around.settings.memory_bytes is not None
+        fit_promising(self.choices, planned, self._within, memory_bytes, is_binding=is_binding)
 
     def _known(self, memory_bytes: int) -> Choices:
         """Returns the choices with what fits of all that is planned."""

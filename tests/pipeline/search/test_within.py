@@ -139,7 +139,7 @@ class Rounds:
         for stage in (0, 1):
             peak = sum(size[stage::2])
             memories.append(StageMemory(0, 0, {}, peak, {f"backward{number}": peak for number in range(stage, 6, 2)}))
-        found = SimpleNamespace(memories=memories, mesh=mesh, total_s=6 + 0.1 * num_small, step=None)
+        found = SimpleNamespace(memories=memories, mesh=mesh, total_s=6 + 0.1 * num_small, notes=[], step=None)
         schedule = SimpleNamespace(stage_of=[0, 1] * 3, num_stages=2, num_chunks=6)
         return SimpleNamespace(planned=chunks, schedule=schedule, places=(3,), found=found)
 

@@ -26,6 +26,7 @@ def test_a_plan_with_mixed_rounds_computes_the_same(monkeypatch):
     plan = run.plan(*args)
     assert limited == [2]
     assert plan.simulation.schedule.num_chunks == 4
+    assert any(note.startswith("The chunks of 1 round of 2 take less memory") for note in plan.notes)
     assert plan.memory_bytes <= 0.95 * free.memory_bytes
     want = jax.tree.leaves(jax.jit(small.step)(*args))
     for own, other in zip(jax.tree.leaves(run(*args)), want, strict=True):
