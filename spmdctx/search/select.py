@@ -59,7 +59,7 @@ class SearchOptions:
     number of devices that are enough. One whose budget `is_a_room`, which is not the user's, takes little time for a program of more than
     `middle_program` ops, and its errors name neither. With `shared`, it shares its work with others. Ctrl-C ends one that
     `is_interruptible` with the best plan so far. Searches of larger programs within memory start from the plans of `precedents`, and add
-    theirs.
+    theirs. Where the splits are `given`, nothing is searched.
     """
 
     search_mode: str
@@ -74,6 +74,7 @@ class SearchOptions:
     is_a_room: bool = False
     shared: Shared | None = None
     precedents: Precedents | None = None
+    given: Assignment | None = None
 
 
 class Chosen(NamedTuple):
@@ -97,7 +98,10 @@ def search(step: Step, request: Request, options: SearchOptions) -> Chosen:
     left_out = _too_wide(step, request, options)
     if left_out:
         options = replace(options, search_mode="sharding_propagation")
-    chosen = _in_order(step, options, _search(step, request, options))
+    if options.given is not None:
+        chosen = Chosen(prepare(step.graph, request), options.given)
+    else:
+        chosen = _in_order(step, options, _search(step, request, options))
     chosen = _reduced_once(step, request, options, chosen)
     chosen.setup.notes += left_out
     if request.optimizer is None or chosen.setup.mesh.num_devices == 1:

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmdctx.errors import InfeasibleError
+from spmdctx.ir.sharding import Assignment
 from spmdctx.pipeline.stages.plans import Planned, Planner
 from spmdctx.plan.data import OpTable
 from spmdctx.search.problem.orbits import Precedents
@@ -26,14 +27,24 @@ class AlikePlanner:
         """Plans a program only to tell how plans compare."""
         return self(captured, settings, is_rough=True)
 
-    def __call__(self, captured: Captured, settings: Settings, *, is_rough: bool = False, precedents: Precedents | None = None) -> Planned:
+    def __call__(
+        self,
+        captured: Captured,
+        settings: Settings,
+        *,
+        is_rough: bool = False,
+        precedents: Precedents | None = None,
+        given: Assignment | None = None,
+    ) -> Planned:
         """Plans a program, or gives the plan of one that is alike, with the names of this one; searches start from plans before it."""
         known_plans = self._precedents if precedents is None else precedents
         if settings.layerwise_parallel:
             # Those go by the names of parameters.
-            return self._planner(captured, settings, is_rough=is_rough, precedents=known_plans)
-        key = (*_key(captured, settings), is_rough, settings.memory_bytes)
-        known, room = self._known.get(key), settings.memory_bytes
+            return self._planner(captured, settings, is_rough=is_rough, precedents=known_plans, given=given)
+        # Given splits are kept in any room.
+        room = settings.memory_bytes if given is None else None
+        key = (*_key(captured, settings), is_rough, given, room)
+        known = self._known.get(key)
         if known is None and room is not None:
             # A room changes nothing if the plan without one is within it.
             free = self._known.get((*key[:-1], None))
@@ -43,7 +54,7 @@ class AlikePlanner:
         if key in self._failed:
             raise self._failed[key]
         try:
-            found = self._known[key] = self._planner(captured, settings, is_rough=is_rough, precedents=known_plans)
+            found = self._known[key] = self._planner(captured, settings, is_rough=is_rough, precedents=known_plans, given=given)
         except InfeasibleError as error:
             self._failed[key] = error
             raise

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 from spmdctx.cost.price.directives import Directives
 from spmdctx.errors import InfeasibleError
 from spmdctx.ir.analysis.loop_sums import reduced_dtype
-from spmdctx.ir.graph import Role
+from spmdctx.ir.excerpt import excerpt
+from spmdctx.ir.graph import LITERAL, Role
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, TensorSharding
 from spmdctx.pipeline.programs.passes import Passes
@@ -53,10 +54,20 @@ class Planned(Protocol):
 
 
 class Planner(Protocol):
-    """Plans a captured program; if `is_rough`, only to tell how plans compare. It may start from the plans of others, the `precedents`."""
+    """Plans a captured program; if `is_rough`, only to tell how plans compare. It may start from the plans of others, the `precedents`.
+
+    Splits that are `given` are kept.
+    """
 
     def __call__(
-        self, captured: Captured, settings: Settings, /, *, is_rough: bool = False, precedents: Precedents | None = None
+        self,
+        captured: Captured,
+        settings: Settings,
+        /,
+        *,
+        is_rough: bool = False,
+        precedents: Precedents | None = None,
+        given: Assignment | None = None,
     ) -> Planned:
         """Returns the plan."""
 
@@ -186,18 +197,24 @@ class ChunkPlanner:
             # What goes back is split as what came.
             if slot.holds in (Holds.ENTERING, Holds.LEAVING):
                 pins[Slot(Holds.OF_ENTERING if slot.holds is Holds.ENTERING else Holds.OF_LEAVING, slot.number)] = dims
-        forward = self._planned_as_pinned(f"forward{number}", passes.forward, pins)
+        forward = self._planned_as_pinned(f"forward{number}", passes.forward, pins, joint)
         pins.update({slot: dims for slot, dims in forward.shardings.items() if slot.holds is Holds.KEPT})
         tasks = {Kind.FORWARD: forward}
+        behind = len(forward.planned.program.graph.ops)
         for program in split_backward(passes.backward) if self._splits else [passes.backward]:
-            task = tasks[program.kind] = self._planned_as_pinned(f"{program.kind.name.lower()}{number}", program, pins)
+            task = tasks[program.kind] = self._planned_as_pinned(f"{program.kind.name.lower()}{number}", program, pins, joint, behind)
             pins.update({slot: dims for slot, dims in task.shardings.items() if slot.holds is Holds.LINK})
         return PlannedChunk(passes, joint, tasks)
 
-    def _planned_as_pinned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding]) -> PlannedTask:
-        """Plans a task of a chunk, whose plan decides most of it: of what the task takes beyond the chunk's room, the stage has to know."""
+    def _planned_as_pinned(
+        self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], joint: PlannedTask, first: int = 0
+    ) -> PlannedTask:
+        """Plans a task of a chunk, as far as the plan of both passes leaves it open: where its ops stand there from `first` on, not at all.
+
+        Of what the task takes beyond the chunk's room, the stage has to know.
+        """
         try:
-            return self._planned(name, program, pins)
+            return self._planned(name, program, pins, joint=joint, first=first)
         except InfeasibleError:
             if self._settings.memory_bytes is None:
                 raise
@@ -212,14 +229,37 @@ class ChunkPlanner:
         finally:
             self._settings = limited
 
-    def _planned(self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], *, is_rough: bool = False) -> PlannedTask:
+    def _planned(
+        self,
+        name: str,
+        program: TaskProgram,
+        pins: Mapping[Slot, TensorSharding],
+        *,
+        is_rough: bool = False,
+        joint: PlannedTask | None = None,
+        first: int = 0,
+    ) -> PlannedTask:
         own = {slot: dims for slot, dims in pins.items() if slot in program.inputs or slot in program.outputs}
         captured = captured_task(name, program, self._leaves, self._settings.mesh, own, self._between)
         batch = [slot for slot, leaf in zip(program.inputs, captured.inputs, strict=True) if leaf.role is Role.BATCH]
         # What is decided, or comes from another chunk, needs no entry.
         is_free = [slot.holds is Holds.LEAF and slot not in own for slot in batch]
         entries = [self._leaves[slot.number].strategy if free else None for slot, free in zip(batch, is_free, strict=True)]
-        return PlannedTask(program, self._planner(captured, with_entries(self._settings, entries), is_rough=is_rough), name)
+        settings = with_entries(self._settings, entries)
+        given = None if joint is None else self._given(captured, program, own, joint, first)
+        return PlannedTask(program, self._planner(captured, settings, is_rough=is_rough, given=given), name)
+
+    def _given(
+        self, captured: Captured, program: TaskProgram, pins: Mapping[Slot, TensorSharding], joint: PlannedTask, first: int
+    ) -> Assignment | None:
+        """Returns the splits of a task as both passes have them from an op on; None if they decide only what is pinned."""
+        context, whole = self._settings.context, joint.planned
+        if context.parallel_mode != "auto_parallel" or context.enable_parallel_optimizer or self._settings.num_devices == 1:
+            return None
+        graph = captured.built_for(self._settings.topology.compiler).graph
+        slots = (*zip(program.inputs, graph.inputs, strict=True), *zip(program.outputs, graph.outputs, strict=True))
+        given = {value: pins[slot] for slot, value in slots if slot in pins and value != LITERAL}
+        return excerpt(whole.program.graph, whole.assignment, first, graph, given)
 
 
 def _as_twins(own: TaskProgram, twins: Mapping[int, int], chunks: Sequence[PlannedChunk]) -> dict[Slot, TensorSharding]:
