@@ -10,6 +10,7 @@ from spmdctx.ir.sharding import Assignment
 from spmdctx.pipeline.stages.plans import Planned, Planner
 from spmdctx.plan.data import OpTable
 from spmdctx.search.problem.orbits import Precedents
+from spmdctx.search.select import Shared
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
 
@@ -22,10 +23,11 @@ class AlikePlanner:
         self._known: dict[Any, Planned] = {}
         self._failed: dict[Any, InfeasibleError] = {}
         self._precedents = Precedents()
+        self._begun: dict[Any, Shared] = {}
 
-    def roughly(self, captured: Captured, settings: Settings, **_: Any) -> Planned:
+    def roughly(self, captured: Captured, settings: Settings, *, given: Assignment | None = None, **_: Any) -> Planned:
         """Plans a program only to tell how plans compare."""
-        return self(captured, settings, is_rough=True)
+        return self(captured, settings, is_rough=True, given=given)
 
     def __call__(
         self,
@@ -35,6 +37,7 @@ class AlikePlanner:
         is_rough: bool = False,
         precedents: Precedents | None = None,
         given: Assignment | None = None,
+        begun: Shared | None = None,
     ) -> Planned:
         """Plans a program, or gives the plan of one that is alike, with the names of this one; searches start from plans before it."""
         known_plans = self._precedents if precedents is None else precedents
@@ -53,8 +56,11 @@ class AlikePlanner:
             return _renamed(known, captured, settings)
         if key in self._failed:
             raise self._failed[key]
+        begun = self._begun.setdefault(key[:-1], Shared()) if begun is None else begun
         try:
-            found = self._known[key] = self._planner(captured, settings, is_rough=is_rough, precedents=known_plans, given=given)
+            found = self._known[key] = self._planner(
+                captured, settings, is_rough=is_rough, precedents=known_plans, given=given, begun=begun
+            )
         except InfeasibleError as error:
             self._failed[key] = error
             raise

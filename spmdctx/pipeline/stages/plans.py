@@ -24,6 +24,7 @@ from spmdctx.pipeline.programs.split import split_backward
 from spmdctx.pipeline.schedule.tasks import Costs, Kind
 from spmdctx.pipeline.stages.captured import Between, LossLeaf, Operand, Outcome, captured_program, captured_task, with_entries
 from spmdctx.search.problem.orbits import Precedents
+from spmdctx.search.select import Shared
 from spmdctx.trace.build.program import Program
 from spmdctx.trace.capture.capture import Captured
 from spmdctx.trace.scope.settings import Settings
@@ -56,7 +57,7 @@ class Planned(Protocol):
 class Planner(Protocol):
     """Plans a captured program; if `is_rough`, only to tell how plans compare. It may start from the plans of others, the `precedents`.
 
-    Splits that are `given` are kept.
+    Splits that are `given` are kept. What no budget changes is taken from `begun`, and left there.
     """
 
     def __call__(
@@ -68,6 +69,7 @@ class Planner(Protocol):
         is_rough: bool = False,
         precedents: Precedents | None = None,
         given: Assignment | None = None,
+        begun: Shared | None = None,
     ) -> Planned:
         """Returns the plan."""
 

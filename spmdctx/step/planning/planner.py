@@ -66,11 +66,13 @@ def plan_program(
     is_rough: bool = False,
     precedents: Precedents | None = None,
     given: Assignment | None = None,
+    begun: Shared | None = None,
 ) -> Planned:
     """Plans a captured step; with `shared`, briefly, as one of several plans; if `is_rough`, only to tell how plans compare.
 
-    With `precedents`, searches of a large program start from plans of others like it. Splits that are `given` are kept. The budget of a
-    part of a pipeline is no user's: a large part takes little time, and what the search does not count may exceed it.
+    With `precedents`, searches of a large program start from plans of others like it. Splits that are `given` are kept. What no budget
+    changes is taken from `begun`, and left there. The budget of a part of a pipeline is no user's: a large part takes little time, and what
+    the search does not count may exceed it.
 
     Raises:
         StrategyError: strategies, batch or constraints that do not fit the mesh.
@@ -82,7 +84,7 @@ def plan_program(
         program = captured.built_for(settings.topology.compiler)
         request = request_of(program, captured, settings)
         step = step_of(program, captured)
-        options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared)
+        options = replace(search_options(settings), is_brief=shared is not None, is_rough=is_rough, shared=shared or begun)
         options = replace(options, is_a_room=captured.is_part, precedents=precedents, given=given)
         # What one process of several finds until it is interrupted is not what the others find.
         options = replace(options, is_interruptible=is_main and not jax.distributed.is_initialized())

@@ -51,6 +51,11 @@ class WidePrices(Prices):
         """Returns whether the last minima could not be found in the effort's time, so that further ones are not worth it."""
         return self._missed >= MOST_MISSED
 
+    @property
+    def has_missed(self) -> bool:
+        """Returns whether the last minimum could not be found in the effort's time."""
+        return self._missed > 0
+
     def are_spent(self, most: float, enough: float, tolerance: float) -> bool:
         """Returns whether no other prices raise the bound, to `most` at most, by what is worth a minimum."""
         if not np.isfinite(most):
