@@ -12,6 +12,12 @@ _ROUNDS = 3
 BALANCED = 1.02
 """Stages of which the longest takes at most so many times the mean are left as they are."""
 
+_MOVED = 1.05
+"""A schedule that takes more than so many times what it would without any moves is worth other cuts, even if its stages are balanced."""
+
+_UNEVEN = 1.25
+"""Multiple of the longest chunk's seconds that a chunk may take where moves take so long."""
+
 _WORTH = 0.998
 """Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
 
@@ -41,15 +47,16 @@ def _shortest(staging: Staging) -> Stages:
 
     The first cut goes by estimates for one device. Then each equation takes its chunk's planned seconds, as far as it has a share in them.
     Cuts that balance stages better may move more bytes. So several are compared by the schedule that is expected of them, moves included,
-    and the best one is planned. None of them makes the longest chunk longer.
+    and the best one is planned. None of them makes the longest chunk longer, except where moves take long.
     """
     best = found = staging.plan()
     tried = {found.places}
     for _ in range(_ROUNDS):
-        if best.imbalance <= BALANCED:
+        waits = best.simulation.makespan_s > _MOVED * best.unmoved_s
+        if best.imbalance <= BALANCED and not waits:
             break
-        seconds = scaled(staging.estimates, found.places, found.seconds)
-        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds, max(found.seconds))]
+        seconds, most_s = scaled(staging.estimates, found.places, found.seconds), max(found.seconds) * (_UNEVEN if waits else 1.0)
+        expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds, most_s)]
         expected_s, places = min(expected, default=(math.inf, found.places))
         if places in tried or expected_s > _WORTH * best.simulation.makespan_s:
             break

@@ -130,6 +130,12 @@ class Stages:
         return [sum(chunk.costs.of(kind) for kind in chunk.tasks) for chunk in self.planned]
 
     @property
+    def unmoved_s(self) -> float:
+        """The seconds of the schedule if nothing moved between stages."""
+        costs = cost_of([chunk.costs for chunk in self.planned])
+        return simulate(self.schedule, costs, lambda chunk, reader: 0.0).makespan_s
+
+    @property
     def imbalance(self) -> float:
         """The longest stage over the mean."""
         stages = [0.0] * self.schedule.num_stages

@@ -22,6 +22,9 @@ from spmdctx.search.solver.problem.problem import Solution
 _ATTEMPT_WORK = 2e7
 """Additions that take as long as an attempt does beyond the solver's."""
 
+_FAR = 4.0
+"""Multiple of the gap at which a plan of a mesh's starts is near enough, up to which mixed layers may bring it there."""
+
 
 class Budget(Account):
     """Searches meshes within a memory budget; see `Account` for what it is made of.
@@ -55,7 +58,8 @@ class Budget(Account):
         self.spent += run.allowance.spent + _ATTEMPT_WORK
         if not isinstance(found, Found):
             return None
-        found = run.with_layers_mixed(found)
+        if found.cost_s * (1 - _FAR * mesh.near) <= mesh.lower_bound_s:
+            found = run.with_layers_mixed(found)
         self.fitting[own], self.costs_s[own] = run.made_of, found.cost_s
         return found
 

@@ -14,6 +14,7 @@ from spmdctx.pipeline.stages.alike import AlikePlanner
 from spmdctx.pipeline.stages.captured import Operand, Outcome, captured_program
 from spmdctx.search.dynamic.effort import QUICK_PLAN, ROUGH_PLAN
 from spmdctx.search.dynamic.results import DynamicOptions
+from spmdctx.search.dynamic.searcher import Searcher
 from spmdctx.step.planning.planner import plan_program
 from tests.step.pipelined import small
 
@@ -89,6 +90,29 @@ def test_a_plan_that_is_within_a_room_is_not_made_again():
     for room in (taken, None, taken):
         planner(program(), replace(settings(), memory_bytes=room))
     assert len(seen) == 2
+
+
+def test_searches_within_several_rooms_share_what_no_room_changes(monkeypatch):
+    made, budgets = [], Searcher.budgets
+    monkeypatch.setattr(Searcher, "budgets", lambda self, request: made.append(request) or budgets(self, request))
+    planner, seen = counted()
+    own = settings()
+    taken = planner(program(), own).plan.safe_memory_bytes
+    for less in (1, 2):
+        with pytest.raises(InfeasibleError):
+            planner(program(), replace(own, memory_bytes=taken // 1000 - less))
+    # Errors name numbers of devices, which are searched.
+    assert (len(seen), sum(request.num_devices == own.num_devices for request in made)) == (3, 1)
+
+
+def test_given_splits_are_kept_in_any_room():
+    planner, seen = counted()
+    first = planner(program(), settings())
+    whole = replace(first.assignment, ops=tuple(replace(op, axes=((),) * len(op.axes)) for op in first.assignment.ops))
+    rooms = [planner(program(), replace(settings(), mesh=first.mesh, memory_bytes=room), given=whole) for room in (None, 1)]
+    assert [own.assignment.ops for own in rooms] == [whole.ops] * 2
+    assert len(seen) == 2
+    assert first.assignment.ops != whole.ops
 
 
 def test_rough_plans_are_not_taken_for_others():

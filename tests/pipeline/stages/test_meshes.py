@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import jax
+import pytest
 
 from spmdctx.context.layers import current_context
 from spmdctx.errors import InfeasibleError
@@ -22,7 +23,7 @@ ROOM = 2**30
 FIRST, OTHER = LogicalMesh((("data", 4), ("model", 1))), LogicalMesh((("data", 2), ("model", 2)))
 
 
-def planned(meshes, fits, *, room=None, num_limited=None):
+def planned(meshes, fits, *, room=None, num_limited=None, through=plan_program, splits=False):
     """Plans four chunks whose rough plans have some meshes in turn, and whose plans exist where `fits` says so of name, mesh and room."""
     params, batch = losses.decoder(jax.random.key(0), 4), losses.batch(jax.random.key(1), 8)
     chunks, leaves, still = cut_line(losses.loss, params, batch, 4)
@@ -35,14 +36,14 @@ def planned(meshes, fits, *, room=None, num_limited=None):
     def planner(captured, settings, **how):
         if captured.name == "pipeline_mesh":
             decided.append([number for number, own in enumerate(passes) if own.joint.jaxpr is captured.jaxpr])
-            return plan_program(captured, replace(settings, mesh=left.pop(0)), **how)
+            return through(captured, replace(settings, mesh=left.pop(0)), **how)
         if not fits(captured.name, settings.mesh, settings.memory_bytes):
             raise InfeasibleError(f"{captured.name} does not fit")
-        return plan_program(captured, settings, **how)
+        return through(captured, settings, **how)
 
     settings = Settings(context, 4, None, topology("tpu-v5p"), memory_bytes=room)
     try:
-        return ChunkPlanner(planner, settings, names, splits_backward=False, num_limited=num_limited).plan(passes), decided
+        return ChunkPlanner(planner, settings, names, splits_backward=splits, num_limited=num_limited).plan(passes), decided
     except InfeasibleError as error:
         return str(error), decided
 
@@ -88,3 +89,23 @@ def test_only_the_first_chunks_keep_to_the_room_if_so_many_do():
     limited = {name for name, room in rooms.items() if room == ROOM}
     assert limited == {"pipeline_chunk0", "forward0", "backward0"}
     assert len(rooms) == 12
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_tasks_are_split_as_both_passes_together(splits):
+    searched = []
+
+    def seen(captured, settings, *, given=None, **how):
+        searched.extend([captured.name] if given is None else [])
+        return plan_program(captured, settings, given=given, **how)
+
+    chunks, _ = planned([FIRST], lambda name, mesh, room: True, through=seen, splits=splits)
+    for chunk in chunks:
+        joint = chunk.joint.planned
+        own = [op for task in chunk.tasks.values() for op in task.planned.assignment.ops]
+        assert splits or tuple(own) == joint.assignment.ops
+        # What the forward pass keeps is written and read once more.
+        assert splits or sum(chunk.costs) <= 1.1 * joint.plan.cost.total_s
+    # Parts of a backward pass take some of its ops in another order.
+    assert [name for name in searched if name.startswith("forward")] == []
+    assert any(name.startswith(("backward", "input", "weight")) for name in searched) == splits

@@ -24,6 +24,8 @@ CALM = 3
 """Sweeps without momentum before others see the messages: from these, states are chosen better."""
 PART_SWEEPS, MUCH_WORK = 20, 4e6
 """Sweeps after which a look at the bound is worth it, and the additions of one sweep from which it is."""
+SOME_WORK = 2e5
+"""The additions of one sweep from which momentum is worth it at prices of memory."""
 
 
 class Bound(NamedTuple):
@@ -40,7 +42,7 @@ class Dual:
 
     Messages that `gain_momentum` go on in the direction in which they changed (Nesterov, 1983), which takes a quarter of the sweeps. Where
     the bound falls, they return to where it was highest, and start anew with less momentum. It `is_slow` if a sweep takes so long that
-    looks at the bound and momentum are worth it from the start.
+    looks at the bound and momentum are worth it from the start. It `is_long` if momentum is worth it at prices of memory.
     """
 
     def __init__(self, graph: CostGraph, before: Dual | None = None, kept: Mapping[int, IntArray] | None = None) -> None:
@@ -67,6 +69,7 @@ class Dual:
         sending: tuple[tuple[list[Link], bool], ...] = ((self._edges, True), (turned, False))
         entries = sum(math.prod(graph.table(*edge).shape) for edge in self._edges)
         self.is_slow = parts = entries > MUCH_WORK
+        self.is_long = entries > SOME_WORK
         self._forward, self._backward = (
             [narrowed(batch) for batch in batches_of(graph, links, self._levels(ahead), places, self._shared, parts=parts)]
             for links, ahead in sending

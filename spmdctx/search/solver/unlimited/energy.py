@@ -212,7 +212,7 @@ class _Shells:
             bound = dual.bound()
             if bound.value + self.core.base >= enough:
                 break
-            if self.search.has_momentum or dual.is_slow:
+            if self.search.has_momentum or dual.is_slow or (self.search.keeps_states and dual.is_long):
                 # Not before: some bounds end in the first few sweeps, and of equal states these choose the same ones.
                 dual.gain_momentum()
         self._raise(bound.value + self.core.base)
