@@ -57,12 +57,11 @@ class LeastWork(NamedTuple):
 
 def least_work(loss: CutLoss, topology: Topology) -> LeastWork:
     """Returns what every cut of a loss multiplies."""
-    regions = {id(region): region.eqn.params["jaxpr"] for region in loss.line.opened.region_of.values()}
-    # Those of layers that are alike are written alike.
-    texts = [str(body) for body in regions.values()]
-    alike = dict(zip(texts, regions.values(), strict=True))
-    sizes = {text: _products_s(jexc.ClosedJaxpr(body, [None] * len(body.constvars)), topology) for text, body in alike.items()}
-    return LeastWork(_products_s(loss.step.loss.whole, topology), tuple(sorted((sizes[text] for text in texts), reverse=True)))
+    bodies = [region.eqn.params["jaxpr"] for region in {id(own): own for own in loss.line.opened.region_of.values()}.values()]
+    # JAX traces layers that are alike once.
+    alike = {id(body): body for body in bodies}
+    sizes = {key: _products_s(jexc.ClosedJaxpr(body, [None] * len(body.constvars)), topology) for key, body in alike.items()}
+    return LeastWork(_products_s(loss.step.loss.whole, topology), tuple(sorted((sizes[id(body)] for body in bodies), reverse=True)))
 
 
 def least_of_cuts_s(work: LeastWork, schedule: Schedule, num_devices: int) -> float:

@@ -229,7 +229,7 @@ class Constrained:
             self.met.append(choice.states)
             self._offer_repaired(choice.states)
             self._raise(prices.bound, is_relaxed=True)
-            if self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance if prices.has_missed else tolerance, EQUAL):
+            if self.bound >= self.cutoff or self._gap() <= max(self.search.tolerance / 2 if prices.has_missed else tolerance, EQUAL):
                 break
         choices = sorted(prices.choices, key=lambda choice: choice.cost)
         self._offer_flipped([choice.states for choice in choices if np.isfinite(choice.cost)])

@@ -1,5 +1,8 @@
 """Arguments that are only read in slices go in sliced."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -10,6 +13,8 @@ from spmdctx.cost.step import Step
 from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment, OpSharding
 from spmdctx.machine.presets import topology
+from spmdctx.models import abstract_program, preset
+from spmdctx.models.training import train_step
 from spmdctx.search.dynamic import formulation
 from spmdctx.search.dynamic.plans.stored_inputs import store_as_read
 from spmdctx.search.problem.space import Space
@@ -76,3 +81,28 @@ def test_what_enters_a_loop_for_nothing_is_split_as_the_loop_reads_it(monkeypatc
     assert found.cost.total_s == whole.cost.total_s
     # Seven eighths of the mask's 4 MiB and of the batch's.
     assert whole.cost.memory_bytes - found.cost.memory_bytes > 6 * 2**20
+
+
+def test_one_way_is_priced_where_loops_take_slices_of_arguments(monkeypatch):
+    sizes = {"num_layers": 4, "width": 1024, "num_heads": 8, "num_kv_heads": 8, "hidden": 2816}
+    config = replace(preset("llama2-7b"), dtype="bfloat16", remat=True, **sizes)
+    _, args = abstract_program(config, 32, 512)
+    options = {"parallel_mode": "auto_parallel", "device_num": 8, "topology": "tpu-v5p", "grad_accumulation_step": 4}
+    planned = partial(spmdctx.plan, train_step, *args, **options)
+    priced, entered = [], []
+    price_s, as_stored = formulation.Formulation._price_s, formulation.enter_as_stored
+    monkeypatch.setattr(formulation.Formulation, "_price_s", lambda *own, **how: priced.append(price_s(*own, **how)) or priced[-1])
+
+    def enters(space, chosen):
+        entered.append((found := as_stored(space, chosen)) is not chosen)
+        return found
+
+    monkeypatch.setattr(formulation, "enter_as_stored", enters)
+    one = planned()
+    assert any(entered)
+    assert not priced
+    monkeypatch.setattr(formulation, "enters_for_free", lambda *own: False)
+    both = planned()
+    assert priced
+    assert all(first == other for first, other in zip(priced[::2], priced[1::2], strict=True))
+    assert one.cost == both.cost
