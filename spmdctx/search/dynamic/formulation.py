@@ -16,7 +16,7 @@ from spmdctx.ir.mesh import LogicalMesh
 from spmdctx.ir.sharding import Assignment
 from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.plans.free_values import place_free_values
-from spmdctx.search.dynamic.plans.stored_inputs import enter_as_stored, enters_for_free, store_as_read
+from spmdctx.search.dynamic.plans.stored_inputs import enter_as_stored, only_free_enter, store_as_read
 from spmdctx.search.dynamic.results import Found
 from spmdctx.search.problem.fold import FOLDING, Folding
 from spmdctx.search.problem.network import Network, build_network
@@ -149,7 +149,7 @@ class Formulation(Generic[TablesT]):
         """Places the values that an assignment leaves open; returns a plan without a cost."""
         space = tables.space
         entered = enter_as_stored(space, chosen)
-        ways = [entered] if entered is chosen or enters_for_free(space, chosen, entered) else [entered, chosen]
+        ways = [entered] if entered is chosen or only_free_enter(space, chosen, entered) else [entered, chosen]
         placed = [place_free_values(space, store_as_read(space, way, tables.pins), tables.pins) for way in ways]
         assignment = placed[0] if len(placed) == 1 else min(placed, key=partial(self._price_s, mesh=setup.mesh))
         # The batch lies as the plan has it; the user asked for nothing else.

@@ -60,14 +60,13 @@ def enter_as_stored(space: Space, assignment: Assignment) -> Assignment:
     return assignment if tuple(ops) == assignment.ops else replace(assignment, ops=tuple(ops))
 
 
-def enters_for_free(space: Space, assignment: Assignment, entered: Assignment) -> bool:
-    """Returns whether no slice has to be written for loops to take values as they are `entered`: all are arguments, or need no input.
+def only_free_enter(space: Space, assignment: Assignment, entered: Assignment) -> bool:
+    """Returns whether only values that depend on no input enter loops otherwise than in an assignment.
 
-    Their bills are the same then, but for the memory.
+    They are made in the slices that loops take: `entered` costs no more seconds.
     """
-    inputs = frozenset(space.graph.inputs)
     changed = (op for op, own, other in zip(space.graph.ops, assignment.ops, entered.ops, strict=True) if own != other)
-    return all(op.operands[0] in inputs or space.slot_of[op.operands[0]] in space.free_slots for op in changed)
+    return all(space.slot_of[op.operands[0]] in space.free_slots for op in changed)
 
 
 def _boundary(space: Space, op: Op, inside: TensorSharding) -> OpSharding:

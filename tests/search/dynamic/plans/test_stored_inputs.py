@@ -83,7 +83,7 @@ def test_what_enters_a_loop_for_nothing_is_split_as_the_loop_reads_it(monkeypatc
     assert whole.cost.memory_bytes - found.cost.memory_bytes > 6 * 2**20
 
 
-def test_one_way_is_priced_where_loops_take_slices_of_arguments(monkeypatch):
+def test_one_way_is_priced_where_loops_take_slices_of_what_needs_no_input(monkeypatch):
     sizes = {"num_layers": 4, "width": 1024, "num_heads": 8, "num_kv_heads": 8, "hidden": 2816}
     config = replace(preset("llama2-7b"), dtype="bfloat16", remat=True, **sizes)
     _, args = abstract_program(config, 32, 512)
@@ -101,7 +101,7 @@ def test_one_way_is_priced_where_loops_take_slices_of_arguments(monkeypatch):
     one = planned()
     assert any(entered)
     assert not priced
-    monkeypatch.setattr(formulation, "enters_for_free", lambda *own: False)
+    monkeypatch.setattr(formulation, "only_free_enter", lambda *own: False)
     both = planned()
     assert priced
     assert all(first == other for first, other in zip(priced[::2], priced[1::2], strict=True))
