@@ -15,8 +15,9 @@ BALANCED = 1.02
 _MOVED = 1.05
 """A schedule that takes more than so many times what it would without any moves is worth other cuts, even if its stages are balanced."""
 
-_UNEVEN = 1.25
-"""Multiple of the longest chunk's seconds that a chunk may take where moves take so long."""
+_UNEVEN, _WORTH_UNEVEN = 1.25, 0.95
+"""Multiple of the longest chunk's seconds that a chunk may take where moves take so long, and the part of the shortest schedule's time
+that one with such chunks may be expected to take."""
 
 _WORTH = 0.998
 """Other cuts are planned if their schedule is expected to take at most this part of the shortest one's time."""
@@ -58,7 +59,7 @@ def _shortest(staging: Staging) -> Stages:
         seconds, most_s = scaled(staging.estimates, found.places, found.seconds), max(found.seconds) * (_UNEVEN if waits else 1.0)
         expected = [(staging.expected_s(places, seconds, found), places) for places in staging.proposals(seconds, most_s)]
         expected_s, places = min(expected, default=(math.inf, found.places))
-        if places in tried or expected_s > _WORTH * best.simulation.makespan_s:
+        if places in tried or expected_s > (_WORTH_UNEVEN if waits else _WORTH) * best.simulation.makespan_s:
             break
         tried.add(places)
         found = staging.plan(places)
