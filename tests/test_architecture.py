@@ -39,7 +39,7 @@ TOP = (
     "__main__",
 )
 INNER = {
-    "ir": ("arrays sharding", "primitives", "rule", "graph collective", "mesh layout", "domain projection", "analysis"),
+    "ir": ("arrays sharding", "primitives", "rule", "graph collective", "mesh layout", "domain projection excerpt", "analysis"),
     "machine": ("topology", "presets", "devices torus", "collectives", "reshard_table", "reshard", "xla"),
     "trace": ("specs collector flax_modules initials", "build", "capture", "marker", "scope"),
     "cost": ("roofline", "needs", "shared_reads", "memory", "bill", "price", "step evaluate bodies region_groups"),
