@@ -30,20 +30,16 @@ class AlikePlanner:
         return self(captured, settings, is_rough=True, given=given)
 
     def __call__(
-        self,
-        captured: Captured,
-        settings: Settings,
-        *,
-        is_rough: bool = False,
-        precedents: Precedents | None = None,
-        given: Assignment | None = None,
-        begun: Shared | None = None,
+        self, captured: Captured, settings: Settings, *, is_rough: bool = False, given: Assignment | None = None, **_: Any
     ) -> Planned:
-        """Plans a program, or gives the plan of one that is alike, with the names of this one; searches start from plans before it."""
-        known_plans = self._precedents if precedents is None else precedents
+        """Plans a program, or gives the plan of one that is alike, with the names of this one.
+
+        Searches start from plans before it, and share what no budget changes with those of the same program in other rooms.
+        """
+        how: dict[str, Any] = {"is_rough": is_rough, "given": given, "precedents": self._precedents}
         if settings.layerwise_parallel:
             # Those go by the names of parameters.
-            return self._planner(captured, settings, is_rough=is_rough, precedents=known_plans, given=given)
+            return self._planner(captured, settings, **how)
         # Given splits are kept in any room.
         room = settings.memory_bytes if given is None else None
         key = (*_key(captured, settings), is_rough, given, room)
@@ -56,11 +52,9 @@ class AlikePlanner:
             return _renamed(known, captured, settings)
         if key in self._failed:
             raise self._failed[key]
-        begun = self._begun.setdefault(key[:-1], Shared()) if begun is None else begun
+        begun = self._begun.setdefault(key[:-1], Shared())
         try:
-            found = self._known[key] = self._planner(
-                captured, settings, is_rough=is_rough, precedents=known_plans, given=given, begun=begun
-            )
+            found = self._known[key] = self._planner(captured, settings, begun=begun, **how)
         except InfeasibleError as error:
             self._failed[key] = error
             raise

@@ -211,7 +211,7 @@ class ChunkPlanner:
     def _planned_as_pinned(
         self, name: str, program: TaskProgram, pins: Mapping[Slot, TensorSharding], joint: PlannedTask, first: int = 0
     ) -> PlannedTask:
-        """Plans a task of a chunk, as far as the plan of both passes leaves it open: where its ops stand there from `first` on, not at all.
+        """Plans a task of a chunk. If both passes have its ops in a row from `first` on, it is split as there; else the rest is searched.
 
         Of what the task takes beyond the chunk's room, the stage has to know.
         """
@@ -254,7 +254,7 @@ class ChunkPlanner:
     def _given(
         self, captured: Captured, program: TaskProgram, pins: Mapping[Slot, TensorSharding], joint: PlannedTask, first: int
     ) -> Assignment | None:
-        """Returns the splits of a task as both passes have them from an op on; None if they decide only what is pinned."""
+        """Returns the splits of a task as both passes have them from an op on; None if a search decides what is not pinned."""
         context, whole = self._settings.context, joint.planned
         if context.parallel_mode != "auto_parallel" or context.enable_parallel_optimizer or self._settings.num_devices == 1:
             return None
