@@ -88,7 +88,7 @@ OTHERS: dict[str, Case] = {
     "translation remat v6e": Case(lambda: translation(Text(8, 1536, 24, 4096, 128, 512), REMAT), "tpu-v6e", 8, 4, 8),
     "recurrence v5e": Case(lambda: recurrence(Text(10, 1536, 1, 4608, 32, 1024), REMAT), "tpu-v5e", 8, 2, 4),
 }
-"""Written after the rules of memory were made, but for what two of them showed on v6e (`machine.xla.schedule.LITTLE_BYTES_ON`)."""
+"""Written after the rules of memory were made, but for what two of them showed on v6e: products there wait for no sums."""
 
 
 ON_GPU: dict[str, Case] = {

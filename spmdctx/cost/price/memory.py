@@ -32,7 +32,6 @@ from spmdctx.machine.xla.memory.tiles import Minor, filled_up, fillings, has_til
 from spmdctx.machine.xla.options import UNLIMITED
 from spmdctx.machine.xla.overlap import overlap_candidates
 from spmdctx.machine.xla.partitioner.ragged_products import RAGGED, groups_of
-from spmdctx.machine.xla.schedule import LITTLE_BYTES, LITTLE_BYTES_ON
 
 
 class MemoryCount:
@@ -116,14 +115,12 @@ class MemoryCount:
         return [Copy(start, end, int(share * sizes[value])) for value, start, end, share in stacks]
 
     def _found(self, bill: Bill) -> StepMemory:
-        """Returns the lives of values; XLA puts off no product if micro-batches leave gradients unreduced, and communicate little else.
+        """Returns the lives of values; XLA for TPU puts off no product of a stage whose micro-batches leave gradients unreduced.
 
         Where gradients are delayed, these must communicate nothing (`machine.xla.memory.late_gradients`).
         """
         step, compiler = self._assigned.step, self._assigned.topology.compiler
-        moved_bytes = sum(row.payload_bytes * row.repeats for row in bill.collectives)
-        little_bytes = LITTLE_BYTES_ON.get(self._assigned.topology.device, LITTLE_BYTES)
-        is_quiet = self._is_quiet(bill) if compiler.delays_gradients else moved_bytes <= little_bytes and self._directives.loop_sums.totals
+        is_quiet = self._is_quiet(bill) if compiler.delays_gradients else bool(self._directives.loop_sums.totals)
         if not (step.graph.accumulators and is_quiet):
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)

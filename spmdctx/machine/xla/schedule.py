@@ -1,11 +1,13 @@
 """XLA runs the ops of a step in another order than the one in which they were traced.
 
 What XLA does: it updates state as soon as its gradient is there, which frees the gradient. It puts off products that only make gradients,
-    so that they run while others wait for their operands to be moved; it puts none off past a loop. How far depends on more than the
-    program: the scheduler fills the waits for communication from the step's end backwards.
+    so that they run while others wait for their operands to be moved; it puts none off past a loop, and none on TPU in a stage of a
+    pipeline whose gradients wait for the last micro-batch. How far depends on more than the program: the scheduler fills the waits for
+    communication from the step's end backwards.
 Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54; of the 40
     non-random plans, 36 are within 15 %, and 35 without early updates. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this
-    one 41 (benchmarks/RESULTS.md).
+    one 41. 14 stages on v5e, v5p and v6e that move 4 to 64 MiB and keep gradients: planned 1.02 to 1.42 times too large with products put
+    off, and 0.86 to 1.04 times without (benchmarks/RESULTS.md).
 Switch: none: all backends
 Priced by: cost.memory.lives
 Written or prevented by: nothing
@@ -14,7 +16,6 @@ Checked by: tests/machine/xla/test_schedule.py, tests/cost/memory/test_lives.py,
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -37,20 +38,6 @@ two if there are four.
 
 Measured on: 70 plans for v5e:2x4; 5, 8 or 10 in place of 6 fit about as well.
 Checked by: benchmarks/fidelity_plans.py
-"""
-
-LITTLE_BYTES = 3 * 2**20
-"""Products wait for nothing in a pass of micro-batches that communicates no more than this; its gradients are reduced later.
-
-Measured on: stages that move nothing or 45 KiB (v5p:2x2x1; planned 1.95 times too large), and 1.4 to 2.6 MiB (v5e:2x4; 1.85 times).
-Checked by: tests/cost/price/test_memory.py
-"""
-
-LITTLE_BYTES_ON = MappingProxyType({"tpu-v6e": math.inf})
-"""The same for a device: on v6e, products wait for nothing in such a pass, whatever it communicates.
-
-Measured on: eight stages of two recomputed programs on v6e:2x4, five of which move 12 to 64 MiB: planned 1.13 to 1.41 times too large.
-Checked by: tests/cost/price/test_memory.py
 """
 
 

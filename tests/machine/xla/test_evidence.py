@@ -25,7 +25,7 @@ CONSTANTS = {
     "machine/xla/late_products.py": ["LARGEST_UPDATE"],
     "machine/xla/memory/on_chip.py": ["_FILLED_ON", "_CHIP_SHARE_ON", "_SHORT"],
     "machine/xla/memory/scheduler_limit.py": ["OWN_PERCENT", "MOST_RERUNS"],
-    "machine/xla/schedule.py": ["_PART_PASSED", "LITTLE_BYTES", "LITTLE_BYTES_ON"],
+    "machine/xla/schedule.py": ["_PART_PASSED"],
 }
 
 
