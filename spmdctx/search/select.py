@@ -247,9 +247,6 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
     if isinstance(found, Shortfall):
         # No plan is safe. One that is likely to fit is better than the fastest, and a note of the planner says what it may take.
         found = budgets_of(request).within(replace(own, is_likely=True))
-        is_worth_more = not (own.is_small(step) or options.is_brief or options.is_rough or options.is_a_room)
-        if isinstance(found, Shortfall) and not found.is_proven and is_worth_more:
-            found = budgets_of(request).within(own.for_last_plan())
     if isinstance(found, Shortfall):
         other = _fitting(step, request, options, own, found, budgets_of(request))
         if other is not None:

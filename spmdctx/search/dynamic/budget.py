@@ -68,10 +68,6 @@ class Budget(Account):
         standing, result = self._ends[mesh.fastest.setup.mesh]
         return self._search(mesh, self.schedule.later, standing._replace(known_s=known_s), result)
 
-    def has_plan_of(self, mesh: LogicalMesh) -> bool:
-        """Returns whether the last attempts on a mesh left a plan, which later ones know."""
-        return mesh in self._ends and isinstance(self._ends[mesh][1], Found)
-
     def search_alone(self, mesh: MeshProblem, known_s: float) -> Found | Shortfall | Beaten:
         """Makes all attempts on the only mesh there is."""
         self.search_on(mesh, known_s)

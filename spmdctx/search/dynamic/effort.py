@@ -10,7 +10,6 @@ from typing import NamedTuple
 from spmdctx.cost.memory.reserved import ReservedShare
 from spmdctx.search.dynamic.branching import SHORT_WORK, WORK
 from spmdctx.search.problem.memory.reserved import at_least
-from spmdctx.search.solver.problem.problem import Life
 
 _HOPELESS = 1e8
 """Additions that take a small part of a second."""
@@ -20,10 +19,6 @@ _PROOF = 40 * _HOPELESS
 
 FAR = 0.12
 """Share by which a plan costs more than a mesh's fastest, from which on memory decides which mesh is best."""
-
-
-_POOR = 1.5
-"""Multiple of a mesh's bound at which the best plan of all meshes is worth a long search for a better one."""
 
 
 class Effort(NamedTuple):
@@ -45,8 +40,6 @@ class Effort(NamedTuple):
         refines: limits around that of the first plan that are tried too.
         proof: the solver's additions on one mesh once a plan was seen.
         mixes: whether layers of a plan that fits may follow others that the attempt has met.
-        leaves_rest: whether a plan that does not fit tells how much is left at each time for what the solver does not count. Else all times
-            get a lower limit.
     """
 
     rounds: int = 12
@@ -64,7 +57,6 @@ class Effort(NamedTuple):
     refines: int = 0
     proof: float = float("inf")
     mixes: bool = False
-    leaves_rest: bool = False
 
 
 PROVEN = Effort(branches=True, proves=True, hopeless=2 * _HOPELESS)
@@ -96,10 +88,6 @@ QUICK = SOFT._replace(rounds=4, tolerance=0.005, proof=2 * _PROOF, mixes=True)
 
 PART = QUICK._replace(proof=_PROOF / 4)
 """The same for one of many parts that are planned one by one."""
-
-
-RESTED = HASTY._replace(rounds=5, tolerance=0.01, only_stored=False, proof=3 * _PROOF, mixes=True, leaves_rest=True)
-"""For a large program's plan where the solver counts too little to find a good one."""
 
 
 class Standing(NamedTuple):
@@ -152,13 +140,6 @@ def unsettled(standing: Standing, enough: float = 0.0) -> bool:
     if math.isinf(standing.cost_s):
         return standing.is_begun and not standing.is_settled and standing.known_s > standing.lower_bound_s * (1 + enough)
     return improvable(standing, enough)
-
-
-def poor(standing: Standing) -> bool:
-    """Holds where the best plan of all meshes takes many times the seconds that this one is proven to take, unless that is settled."""
-    best_s = min(standing.cost_s, standing.known_s)
-    is_open = standing.is_begun and not (standing.is_settled or math.isinf(best_s))
-    return is_open and best_s > _POOR * standing.lower_bound_s
 
 
 class Attempt(NamedTuple):
@@ -227,26 +208,22 @@ _SHORT_ATTEMPTS = (Attempt(_SHORT, first_of_all), Attempt(_SHORT._replace(tolera
 LARGEST_PLAN = THOROUGH_PLAN._replace(later=(Attempt(THOROUGH, partial(unsettled, enough=_ENOUGH / 2)),))
 LARGE_PLAN = LARGEST_PLAN._replace(proof=4 * _PROOF)
 
-_RESTED = Attempt(RESTED, poor)
-QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, (Attempt(QUICK, partial(unsettled, enough=_ENOUGH)), _RESTED), enough=_ENOUGH)
+QUICK_PLAN = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(unsettled, enough=_ENOUGH)),), enough=_ENOUGH)
 
 ROUGH_PLAN = Schedule(_SHORT_ATTEMPTS, enough=_ENOUGH)
 
 # If a short attempt finds no plan of a large program within a budget that the user did not set, the search gives up.
-QUICK_PLAN_OR_NONE = QUICK_PLAN._replace(later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)), _RESTED))
-
-# What the solver does not count may have hidden a plan. The most promising meshes come first, and two take all of the work.
-LAST_PLAN = Schedule((Attempt(RESTED._replace(hopeless=RESTED.proof)),), stops_at_first=True, hopeless=2 * RESTED.proof)
+QUICK_PLAN_OR_NONE = Schedule(_SHORT_ATTEMPTS, later=(Attempt(QUICK, partial(improvable, enough=_ENOUGH)),), enough=_ENOUGH)
 
 # Of many parts that are planned one by one, what a short attempt leaves is worth no long search.
 PART_PLAN = QUICK_PLAN._replace(later=(Attempt(PART, partial(unsettled, enough=HASTY.tolerance)),))
-PART_PLAN_OR_NONE = PART_PLAN._replace(later=(Attempt(PART, partial(improvable, enough=HASTY.tolerance)),))
+PART_PLAN_OR_NONE = QUICK_PLAN_OR_NONE._replace(later=(Attempt(PART, partial(improvable, enough=HASTY.tolerance)),))
 
 
 class Limits:
     """The limits that are left to try: limits up to `low` are too low, and plans with `high` counted bytes are known.
 
-    With `reserved` or `rest` (`search.problem.memory`), what is counted is an estimate, and proves nothing.
+    With `reserved` (`search.problem.memory.reserved`), what is counted is an estimate, and proves nothing.
     """
 
     def __init__(self, full: float, spacing: float) -> None:
@@ -254,7 +231,6 @@ class Limits:
         self.low, self.spacing = 0.0, spacing
         self.reserved: tuple[ReservedShare, ...] = ()
         self.ignores_reserved = False
-        self.rest: tuple[Life, ...] = ()
         self._instead: tuple[float, float] | None = None
 
     @property
@@ -265,12 +241,7 @@ class Limits:
     @property
     def proves(self) -> bool:
         """Returns whether no plan in the budget is outside of what is searched."""
-        return self.is_full and not self.is_estimate
-
-    @property
-    def is_estimate(self) -> bool:
-        """Returns whether more is counted than every plan takes."""
-        return bool(self.reserved or self.rest)
+        return self.is_full and not self.reserved
 
     @property
     def is_exhausted(self) -> bool:

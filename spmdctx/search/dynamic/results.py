@@ -82,10 +82,6 @@ class DynamicOptions:
         """Returns the options of a search for any plan within the budget."""
         return replace(self, wants_any=True, schedule=effort.ENOUGH_PLAN if self.is_small(step) else None)
 
-    def for_last_plan(self) -> DynamicOptions:
-        """Returns the options of a long search for a plan that is likely to fit where shorter ones found none."""
-        return replace(self, is_likely=True, schedule=effort.LAST_PLAN)
-
     def schedule_of(self, step: Step) -> effort.Schedule:
         """Returns the attempts that the budget is worth."""
         if self.schedule is not None:

@@ -6,12 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import numpy as np
-
 from spmdctx.cost.bill import Bill
 from spmdctx.cost.memory.lives import Peak
 from spmdctx.cost.memory.reserved import ReservedShare
-from spmdctx.ir.arrays import FloatArray
 from spmdctx.search.dynamic.account import Account
 from spmdctx.search.dynamic.branching import Accepted, Within, cheapest_accepted
 from spmdctx.search.dynamic.effort import Effort, Limits
@@ -20,7 +17,6 @@ from spmdctx.search.dynamic.plans.mixed import Mixing
 from spmdctx.search.dynamic.results import SAME_COST, Beaten, Found, Shortfall, short_of
 from spmdctx.search.problem.memory.copies import Passing
 from spmdctx.search.problem.memory.reserved import with_reserved
-from spmdctx.search.problem.memory.rest import most_of, rest_of, with_rest, with_rest_node
 from spmdctx.search.problem.memory.rows import completed, counted_bytes, passing_at, with_memory
 from spmdctx.search.problem.memory.stored import on_chip
 from spmdctx.search.solver.problem.allowance import Allowance
@@ -42,10 +38,6 @@ _NEARLY = 1.06
 
 _LIMIT_SPACING = 0.005
 """Least share of the budget between two limits that are tried for a program that is not small."""
-
-
-_RESTS_LEAVE = 0.45
-"""The part of what is left at a time that the rest of the first plan leaves at least; that of each later one leaves so many times less."""
 
 
 class Run:
@@ -75,7 +67,7 @@ class Run:
         self._plain: Problem | None = None
         self._copies: dict[Passing, None] = {}
         self._seen: Found | None = None
-        self._refined = self._rests = 0
+        self._refined = 0
         self._judged: tuple[Sequence[int], Found, Bill] | None = None
         if not effort.limits_proofs:
             self.allowance.extend = self._goes_on
@@ -125,22 +117,20 @@ class Run:
         """Returns the problem of the present limit without what is reserved for results."""
         mesh, memory, only_stored = self._mesh, self._formulation.memory, self._effort.only_stored
         limit, spread = self._limits.limit, self._budget.spread
-        found = with_memory(mesh.tables, mesh.problem, memory, limit, self._copies, only_stored=only_stored, spread=spread)
-        return with_rest_node(found) if self._effort.leaves_rest else found
+        return with_memory(mesh.tables, mesh.problem, memory, limit, self._copies, only_stored=only_stored, spread=spread)
 
     def solved(self) -> tuple[Problem, Solution | Shortfall]:
         """Solves the problem of the present limit; returns it without what is reserved for results, and its solution."""
         mesh, limits = self._mesh, self._limits
         plain = self._plain = self._limited()
         limited = with_reserved(plain, mesh.tables, self._formulation.memory, limits.reserved, self._budget.spread)
-        limited = with_rest(limited, limits.rest)
         return plain, self._budget.solve_within(limited, mesh.fastest, self._solver(limited))
 
     def _round(self) -> Found | Shortfall | Beaten | None:
         """Tries one limit; returns None where another try may help."""
         limits = self._limits
         plain, solution = self.solved()
-        if limits.is_estimate and isinstance(solution, Shortfall):
+        if limits.reserved and isinstance(solution, Shortfall):
             solution = solution._replace(is_proven=False, lower_bound_s=0.0)
         if limits.proves and isinstance(solution, Solution):
             self._bound_s = max(self._bound_s, self._bound_of(solution))
@@ -244,8 +234,6 @@ class Run:
         limits = self._limits
         if limits.proves and self._seen is None:
             return shortfall._replace(lower_bound_s=max(shortfall.lower_bound_s, self._bound_s))
-        if limits.rest:
-            return self._out_of_limits()
         if limits.is_full and self._seen is None:
             limits.without_reserved()
             return self._out_of_limits() if limits.is_exhausted else None
@@ -296,7 +284,7 @@ class Run:
         return None
 
     def _without_plan(self, plain: Problem, solution: Solution, peak: Peak, reserved: Sequence[ReservedShare]) -> Found | Shortfall | None:
-        """Tries plans one by one if the effort allows it, then goes on at a lower limit, or with what the plan has beside the rows."""
+        """Tries plans one by one if the effort allows it, then goes on with what the plan reserves for results, or at a lower limit."""
         if self._seen is not None and self._level > self._effort.level:
             return self._seen._replace(lower_bound_s=self._bound_s)
         limits = self._limits
@@ -307,11 +295,6 @@ class Run:
             if not best.is_cut:
                 return short_of(self._nearest, self._mesh.fastest, self._bound_s) if best.found is None else best.found
             self._seen, self._bound_s = best.found, max(self._bound_s, best.lower_bound)
-        if self._effort.leaves_rest:
-            self._rests += 1
-            most = 1 - _RESTS_LEAVE**self._rests
-            limits.rest = most_of(limits.rest, rest_of(plain, solution.states, self._alive(), most))
-            return None
         high = counted_bytes(plain, solution.states)
         if reserved and not limits.ignores_reserved:
             limits.reserve(reserved, high, self._budget.memory_bytes - (peak.bytes - high))
@@ -321,17 +304,6 @@ class Run:
                 return None
         limits.lower_to(high, self._budget.memory_bytes - (peak.bytes - high))
         return self._out_of_limits() if limits.is_exhausted else None
-
-    def _alive(self) -> FloatArray:
-        """Returns the bytes of the last plan at each time, its spread among them, and those that the limit allows beside the budget."""
-        assert self._judged is not None, "a plan was made"
-        bill, beside = self._judged[2], self._limits.full - self._budget.memory_bytes
-        likely = np.array(bill.memory_profile, dtype=np.float64)
-        if self._budget.options.is_likely:
-            return likely + beside
-        # Both ends of the peak are known; what is no argument spreads.
-        spread = (bill.safe_bytes - bill.memory_bytes) / max(bill.memory_bytes - bill.argument_bytes, 1)
-        return likely + spread * np.maximum(likely - bill.argument_bytes, 0.0) + beside
 
     def _branched(self, limited: Problem, first: Solution) -> Accepted[Found]:
         """Finds the cheapest assignment whose peak is in the budget, among those whose counted peak is."""

@@ -76,10 +76,11 @@ class Searcher(Search):
         """Finds the cheapest plan of a request without a budget, and prepares for those within any budgets."""
         return Budgets(self._meshes, self._setups(request), is_interruptible=self._options.is_interruptible)
 
-    def search(self, setup: Setup, known_s: float = math.inf) -> Found | Shortfall | Beaten:
+    def search(self, setup: Setup, known_s: float = float("inf")) -> Found | Shortfall | Beaten:
         """Finds the cheapest plan on the mesh of a set-up within the budget, if there is one below `known_s`."""
         found, formulation = self._meshes.fastest_on(setup, known_s), self._meshes.formulation
-        if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes, is_likely=self._options.is_likely):
+        is_likely = self._options.is_likely
+        if isinstance(found, Beaten) or formulation.fits(found, self._options.memory_bytes, is_likely=is_likely):
             return found
         budget = Budget(formulation, self._options, formulation.bill_of(found))
         self._meshes.within(budget, found, known_s)
@@ -319,14 +320,13 @@ class Budgets:
 
         def search(setup: Setup, best: Found | None, *, is_later: bool) -> Found | None:
             mesh = setup.mesh
-            known_s = math.inf if best is None else best.cost_s / (1 + schedule.enough)
+            known_s = float("inf") if best is None else best.cost_s / (1 + schedule.enough)
             if best is not None and (schedule.stops_at_first or bounds[mesh] >= known_s):
                 return best
             begun.append(setup)
             tell(f"{mesh_text(mesh)} within {bytes_text(budget.options.memory_bytes or 0)} per device")
             # A later attempt knows what it found before.
-            is_own = is_later and best is not None and best.setup.mesh == mesh and budget.has_plan_of(mesh)
-            known_s = math.inf if is_own else known_s
+            known_s = float("inf") if is_later and best is not None and best.setup.mesh == mesh else known_s
             fastest = self._fastest._replace(setup=setup)
             how = {"insists": best is not None, "has_others": has_others and not is_later, "is_later": is_later}
             found = self._meshes.within(budget, fastest, known_s, bounds[mesh], **how)

@@ -67,7 +67,7 @@ def test_only_a_large_program_is_given_up_after_a_short_attempt_without_a_plan(s
 def test_a_plan_is_improved_if_no_mesh_has_one_near_enough_to_the_bound(schedule):
     found = Standing(INFINITE, cost_s=1.0, is_begun=True)
     near, far = 1 / (1 + schedule.enough), 0.9
-    assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.later[0].effort]
+    assert due(schedule, found._replace(lower_bound_s=far)) == [schedule.later[-1].effort]
     assert due(schedule, found._replace(lower_bound_s=near)) == []
     assert due(schedule, found._replace(lower_bound_s=far, known_s=far)) == []
 
@@ -93,38 +93,6 @@ def test_no_mesh_without_a_plan_is_searched_again_if_it_can_hardly_beat_another(
     beside = NO_PLAN._replace(known_s=1.0, lower_bound_s=1 - short)
     assert due(effort.LARGE_PLAN, beside) == [THOROUGH] * is_worth_it
     assert due(effort.THOROUGH_PLAN, beside) == [THOROUGH]
-
-
-@pytest.mark.parametrize("schedule", [effort.QUICK_PLAN, effort.QUICK_PLAN_OR_NONE])
-@pytest.mark.parametrize(
-    ("standing", "is_poor"),
-    [
-        (NO_PLAN._replace(known_s=1.6, lower_bound_s=1.0), True),
-        (NO_PLAN._replace(known_s=1.4, lower_bound_s=1.0), False),
-        (NO_PLAN._replace(lower_bound_s=1.0), False),
-        (NO_PLAN._replace(known_s=1.6, lower_bound_s=1.0, is_settled=True), False),
-        (NO_PLAN._replace(known_s=9.0, cost_s=1.6, lower_bound_s=1.0), True),
-        (NO_PLAN._replace(known_s=1.4, cost_s=9.0, lower_bound_s=1.0), False),
-    ],
-)
-def test_a_plan_far_above_the_bound_is_worth_a_search_that_leaves_the_rest(schedule, standing, is_poor):
-    assert (effort.RESTED in due(schedule, standing)) == is_poor
-
-
-def test_parts_and_user_budgets_are_not_searched_with_a_rest():
-    standing = NO_PLAN._replace(known_s=9.0, lower_bound_s=1.0)
-    for schedule in (effort.PART_PLAN, effort.PART_PLAN_OR_NONE, effort.ROUGH_PLAN, effort.LARGE_PLAN, effort.MIDDLE_PLAN):
-        assert effort.RESTED not in due(schedule, standing)
-
-
-def test_the_last_search_gives_two_meshes_all_of_their_work():
-    (attempt,) = effort.LAST_PLAN.attempts
-    assert attempt.effort == effort.RESTED._replace(hopeless=effort.RESTED.proof)
-    assert effort.LAST_PLAN.hopeless == 2 * attempt.effort.hopeless
-    assert effort.LAST_PLAN.stops_at_first
-    options = DynamicOptions(is_soft=True).for_last_plan()
-    assert options.is_likely
-    assert options.schedule is effort.LAST_PLAN
 
 
 def test_any_plan_is_looked_for_where_no_limit_led_to_a_proven_one():
