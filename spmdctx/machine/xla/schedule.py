@@ -6,8 +6,8 @@ What XLA does: it updates state as soon as its gradient is there, which frees th
     communication from the step's end backwards.
 Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54; of the 40
     non-random plans, 36 are within 15 %, and 35 without early updates. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this
-    one 41. 14 stages on v5e, v5p and v6e that move 4 to 64 MiB and keep gradients: planned 1.02 to 1.42 times too large with products put
-    off, and 0.86 to 1.04 times without (benchmarks/RESULTS.md).
+    one 41. 16 stages on v5e and v5p that move more than 3 MiB and keep gradients: planned 0.99 to 1.42 times as large as compiled with
+    products put off, and 0.86 to 1.04 without; on v6e eight more showed the same (benchmarks/RESULTS.md).
 Switch: none: all backends
 Priced by: cost.memory.lives
 Written or prevented by: nothing
