@@ -6,7 +6,7 @@ What XLA does: it updates state as soon as its gradient is there, which frees th
     communication from the step's end backwards.
 Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are within 15 % instead of 54; of the 40
     non-random plans, 36 are within 15 %, and 35 without early updates. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this
-    one 41. 16 stages on v5e and v5p that move more than 3 MiB and keep gradients: planned 0.99 to 1.42 times as large as compiled with
+    one 41. 29 stages on v5e and v5p that move more than 3 MiB and keep gradients: planned 0.99 to 1.42 times as large as compiled with
     products put off, and 0.86 to 1.04 without; on v6e eight more showed the same (benchmarks/RESULTS.md).
 Switch: none: all backends
 Priced by: cost.memory.lives
@@ -39,7 +39,6 @@ two if there are four.
 Measured on: 70 plans for v5e:2x4; 5, 8 or 10 in place of 6 fit about as well.
 Checked by: benchmarks/fidelity_plans.py
 """
-
 
 _NONE: Mapping[int, int] = MappingProxyType({})
 
