@@ -47,6 +47,29 @@ def key_value_store() -> KeyValueStore:
     return KeyValueStore(distributed.global_state.client)
 
 
+def after_leaving_job(left: Callable[[], None]) -> None:
+    """Calls `left` once this process has left JAX's job; until it returns, process 0 keeps the service that the others may still need.
+
+    JAX ends that service as soon as process 0 has left. A process whose answer is then still on its way aborts.
+    """
+    from jax._src import distributed
+
+    state: Any = distributed.global_state
+    leave = state.shutdown
+
+    def shutdown() -> None:
+        del state.shutdown
+        service, state.service = state.service, None
+        try:
+            leave()
+        finally:
+            state.service = service
+        left()
+        leave()
+
+    state.shutdown = shutdown
+
+
 def has_used_devices() -> bool:
     """Returns whether JAX has started to use its devices, after which it cannot join a job."""
     from jax._src import xla_bridge

@@ -16,10 +16,10 @@ from types import TracebackType
 
 import jax
 
-from spmdctx._compat import key_value_store
+from spmdctx._compat import after_leaving_job, key_value_store
 from spmdctx.communication.clusters import Cluster
 from spmdctx.communication.exit_notice import ExitHook
-from spmdctx.communication.meeting.hub import BYE
+from spmdctx.communication.meeting.hub import ALONE, BYE
 from spmdctx.communication.meeting.key import job_key
 from spmdctx.communication.meeting.place import open_listeners
 from spmdctx.communication.rendezvous import Link, gather, join
@@ -31,6 +31,8 @@ _CONNECT_S = 10.0
 _VERDICT_S = 1.0
 """Seconds that a failing process waits to hear that another one failed first."""
 _TELLING_S = 0.5
+_PARTING_S = 30.0
+"""Seconds that process 0 waits for the others to leave JAX's job after it; all leave at the same moment, but they may be slow."""
 _KEPT = 300
 """Characters of a process's error that the others are told."""
 
@@ -42,11 +44,13 @@ class Watch:
         self._process = process
         self._link = link
         self._left = False
+        self._alone = threading.Event()
         self._ending = threading.Lock()
         self._previous = sys.excepthook
         sys.excepthook = self._failed
         self._exits = ExitHook(self._exited)
         AGREEMENT.connect(link.send)
+        after_leaving_job(self._part)
         threading.Thread(target=self._listen, name="spmdctx-watch", daemon=True).start()
 
     def leave(self) -> None:
@@ -59,11 +63,20 @@ class Watch:
             self._exits.remove()
             self._link.send(BYE)
 
+    def _part(self) -> None:
+        """Ends the watch after JAX's job: from now on an end is no loss. Process 0, which has the hub, waits for the others."""
+        self.leave()
+        if self._process == 0:
+            self._alone.wait(_PARTING_S)
+        self._link.end()
+
     def _listen(self) -> None:
         for row in self._link.rows():
             word, _, rest = row.partition(" ")
             process, _, why = rest.partition(" ")
-            if word == "gone":
+            if word == ALONE:
+                self._alone.set()
+            elif word == "gone":
                 self._end(int(process), why)
             else:
                 AGREEMENT.hear(word, rest)
@@ -104,6 +117,19 @@ class Watch:
         if self._process == 0:  # the hub needs the time to tell it
             time.sleep(_TELLING_S)
         _end_with("", code)
+
+
+def part_unwatched(process: int, link: Link) -> None:
+    """Says that no process need watch this one; it still leaves JAX's job before process 0 ends it."""
+
+    def part() -> None:
+        deadline = time.monotonic() + _PARTING_S
+        while process == 0 and link.row(deadline) not in ("", ALONE):
+            pass
+        link.end()
+
+    link.send(BYE)
+    after_leaving_job(part)
 
 
 def connect_beside_jax(cluster: Cluster, timeout_s: float) -> Link | None:

@@ -14,13 +14,12 @@ from spmdctx.communication.clusters import Cluster, detect
 from spmdctx.communication.current import World, current_world, enter, is_initialized
 from spmdctx.communication.files import raise_file_limit
 from spmdctx.communication.groups import WORLD, forget_groups, own_ranks
-from spmdctx.communication.meeting.hub import BYE
 from spmdctx.communication.meeting.place import bind_address, forget_service_address
 from spmdctx.communication.parent import die_with_launcher
 from spmdctx.communication.rendezvous import Link, meet
 from spmdctx.communication.sigterm import end_when_told
 from spmdctx.communication.transfers import enable_transfers
-from spmdctx.communication.watch import Watch, connect_beside_jax
+from spmdctx.communication.watch import Watch, connect_beside_jax, part_unwatched
 from spmdctx.errors import CommunicationError, ContextError, UnsupportedError, message
 
 _PLATFORM_OF_BACKEND = {"gloo": "cpu", "nccl": "gpu", "tpu": "tpu"}
@@ -81,8 +80,7 @@ def init(  # noqa: PLR0913  # what a job may say of itself
         link = connect_beside_jax(cluster, timeout_s)
     _check_platform(backend, platform)
     if link is not None and not watch:
-        link.send(BYE)
-        link.close()
+        part_unwatched(jax.process_index(), link)
     watched = Watch(jax.process_index(), link) if link is not None and watch else None
     enter(World(cluster, _hosts(timeout_s), watched))
 

@@ -90,6 +90,21 @@ def test_processes_watch_each_other_where_the_user_has_connected_jax():
     assert "[0] error: Process 1 is gone; process 0 cannot go on without it and ends." in err.splitlines()
 
 
+@pytest.mark.parametrize("watches", ["watched", "unwatched"])
+@pytest.mark.parametrize("process", [0, 2])
+def test_a_process_that_ends_slowly_is_not_taken_for_lost(process, watches):
+    _, out, err = run_module("tests.processes.work_leaves", ["interpreter", str(process), watches], 3, timeout_s=90)
+    assert out.count("ends at") == 3
+    assert "error" not in err
+
+
+@pytest.mark.parametrize("watches", ["watched", "unwatched"])
+def test_process_0_keeps_the_job_until_the_others_have_left_it(watches):
+    _, out, _ = run_module("tests.processes.work_leaves", ["parting", "1", watches], 3, timeout_s=90)
+    times = {line.split()[2]: float(line.split()[-1]) for line in out.splitlines()}
+    assert times["0"] > times["1"] > times["2"] + 1
+
+
 def test_a_process_of_a_job_can_be_terminated():
     code, _, err = run_module("tests.processes.work_fails", ["terminated"], 1, timeout_s=90, succeeds=False)
     assert (code, err.splitlines()[-1]) == (143, "Process 0 was killed by SIGTERM.")

@@ -9,7 +9,9 @@ from typing import NamedTuple
 
 from spmdctx.communication.meeting.proof import Caller, Seal, session_key
 
-BYE, GO = "bye", "go"
+BYE, GO, ALONE = "bye", "go", "alone"
+"""A process is done; the job begins; process 0 is the only one left."""
+
 STOP, AT, UNTIL = "stop", "at", "until"
 """A process asks for a stop, and all are asked; each tells how far it is; all are told where to stop."""
 
@@ -41,6 +43,7 @@ class Hub:
         self._count = num_processes
         self._members: dict[int, Member] = {}
         self._left: set[int] = set()
+        self._ended: set[int] = set()
         self._begun = False
         self._hearing: set[asyncio.Task[None]] = set()
         self._passed: dict[int, int] | None = None
@@ -144,9 +147,14 @@ class Hub:
             del self._members[process]
             self.abandoned = process == 0
             (self.complete.set if self.abandoned else self.complete.clear)()
-        elif process not in self._left:
+            return
+        if process not in self._left:
             self._left.add(process)
             self._tell(process, "")
+        self._ended.add(process)
+        if self._members.keys() - self._ended == {0}:
+            own = self._members[0]
+            own.writer.write(own.sent.sealed(ALONE))
 
     def _tell(self, process: int, why: str) -> None:
         # Process 0 itself comes last: it ends, and the hub with it.

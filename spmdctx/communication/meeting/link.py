@@ -82,7 +82,13 @@ class Link:
         return self._seals[1].opened(line)
 
     def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection, in this process alone if it was forked."""
+        self._connection.close()
+
+    def end(self) -> None:
+        """Ends the connection for both sides, though another thread may be reading it."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _receive(self) -> None:
