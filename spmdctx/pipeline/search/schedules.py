@@ -110,6 +110,12 @@ def plan_deeper(
     return _planned(choices, name, plan, deeper)
 
 
+def leave_deeper(choices: Choices, smallest: Candidate) -> None:
+    """Says that no schedules of more chunks are planned where nothing fits: each chunk more keeps more micro-batches in flight."""
+    name = f"{counted(smallest.stages, 'stage')} by {shown(DEEPER[0])} or more"
+    choices.skipped[name] = "nothing fits, and more chunks on a stage take no less memory"
+
+
 def _useless(scheduler: Scheduler, found: Sequence[Tried], num_stages: int, num_micro: int) -> str:
     """Returns why a schedule is no faster than those found on as many stages, 1F1B first, or nothing."""
     first, last = found[0], found[-1]

@@ -22,6 +22,7 @@ from spmdctx.pipeline.search.schedules import (
     NOT_HERE,
     PLAIN,
     Tried,
+    leave_deeper,
     plan_deeper,
     plan_schedules,
     reason_of,
@@ -151,11 +152,12 @@ class _Search:
         if self._step is None or not self.choices.candidates or sets_schedule(self._around.settings.context):
             return
         best = best_of(self.choices.candidates, memory_bytes)
-        if best.memory_bytes > memory_bytes:
-            return
         planned = {own.schedule: own for own in self._unlimited if own.stages == best.stages}
         plain, two = planned.get(PLAIN.name), planned.get(shown(INTERLEAVED))
         if plain is None or two is None:
+            return
+        if best.memory_bytes > memory_bytes:
+            leave_deeper(self.choices, best)
             return
         found = estimates(self._unlimited[plain].chosen.found, self._around.settings.topology, (INTERLEAVED, *DEEPER))
         deeper = plan_deeper(self.choices, best, two, found, lambda own: self._freely(best.stages, own))

@@ -45,6 +45,14 @@ def test_where_one_stage_does_not_fit_a_pipeline_is_taken():
     assert any(note.startswith("Proven under the cost model: on no number of stages up to 2") for note in plan.notes)
 
 
+def test_where_nothing_fits_more_chunks_are_not_planned_and_a_note_says_so():
+    small_machine = replace(topology("h100"), devices_per_host=2, network_bytes_per_s=1e9, memory_bytes=20 * 2**20)
+    plan = planned(pipeline_stages=2, auto_pipeline=True, topology=small_machine, times=64)
+    assert plan.memory_bytes > small_machine.memory_bytes
+    (note,) = [note for note in plan.notes if note.startswith("Not planned")]
+    assert "2 stages by interleaved 1f1b in 3 chunks or more, since nothing fits, and more chunks on a stage take no less memory" in note
+
+
 def test_a_step_that_cannot_be_cut_takes_one_stage_and_says_why():
     def plain(params, batch):
         return jax.value_and_grad(losses.loss)(params, batch)
