@@ -33,6 +33,7 @@ if where == "parting" and here == process:
 
     def end_slowly(link):
         time.sleep(SLOW_S)
+        print(f"process {here} parts at {time.time():.3f}", flush=True)
         end_link(link)
 
     Link.end = end_slowly
