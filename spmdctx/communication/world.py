@@ -42,6 +42,8 @@ def init(  # noqa: PLR0913  # what a job may say of itself
     The job is read from the arguments, or from the environment that `spmdctx launch`, Open MPI's mpirun, Slurm's srun, Kubeflow
     or a JobSet have set. Without a job the world is this process with its devices. A second call changes nothing.
 
+    Process 0 ends last: it waits, up to 30 s, until the others have left the job.
+
     With `watch`, a process that is killed or fails ends all others at once with an error that names it. The watch cannot see a
     machine that freezes; JAX detects it after `heartbeat_timeout_s`. SIGTERM ends a process, after saving where a
     `CheckpointManager` is open; JAX's preemption service is not started. To use that service, call `jax.distributed.initialize` first.

@@ -92,7 +92,7 @@ def test_processes_watch_each_other_where_the_user_has_connected_jax():
 
 @pytest.mark.parametrize("watches", ["watched", "unwatched"])
 @pytest.mark.parametrize("process", [0, 2])
-def test_a_process_that_ends_slowly_is_not_taken_for_lost(process, watches):
+def test_a_process_that_ends_slowly_takes_no_other_for_lost(process, watches):
     _, out, err = run_module("tests.processes.work_leaves", ["interpreter", str(process), watches], 3, timeout_s=90)
     assert out.count("ends at") == 3
     assert "error" not in err

@@ -43,7 +43,7 @@ class Hub:
         self._count = num_processes
         self._members: dict[int, Member] = {}
         self._left: set[int] = set()
-        self._ended: set[int] = set()
+        self._closed: set[int] = set()
         self._begun = False
         self._hearing: set[asyncio.Task[None]] = set()
         self._passed: dict[int, int] | None = None
@@ -151,8 +151,8 @@ class Hub:
         if process not in self._left:
             self._left.add(process)
             self._tell(process, "")
-        self._ended.add(process)
-        if self._members.keys() - self._ended == {0}:
+        self._closed.add(process)
+        if self._members.keys() - self._closed == {0}:
             own = self._members[0]
             own.writer.write(own.sent.sealed(ALONE))
 
