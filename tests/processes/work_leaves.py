@@ -21,10 +21,10 @@ def end():
 
 atexit.register(end)
 
-import jax  # noqa: E402
+import jax  # noqa: E402  # after the handler that is to run last
 
-from spmdctx import communication  # noqa: E402
-from spmdctx.communication.meeting.link import Link  # noqa: E402
+from spmdctx import communication  # noqa: E402  # after the handler that is to run last
+from spmdctx.communication.meeting.link import Link  # noqa: E402  # after the handler that is to run last
 
 communication.init("gloo", watch=watches)
 here = jax.process_index()
