@@ -6,14 +6,16 @@ part of an array gives, or gets, an array without local shards.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+from jax.dtypes import extended
 from jax.sharding import NamedSharding
 
-from spmdctx._compat import is_compile_only
+from spmdctx._compat import is_compile_only, shard_copier
 from spmdctx.errors import UnsupportedError
 from spmdctx.pipeline.run.tape import Event, Tape
 
@@ -93,12 +95,29 @@ def move(tape: Tape, spots: Sequence[Spot], targets: Sequence[NamedSharding], ev
 
 
 def _put(tape: Tape, spots: Sequence[Spot], targets: Sequence[Spot], event: Event | None = None) -> None:
-    places = tuple(spot.place for spot in targets)
-    if len(places) == 1:
-        (place,) = places
-        tape.run(lambda array: (jax.device_put(array, place),), [spots[0].name], [targets[0].name], event)
-        return
-    tape.run(lambda *arrays: jax.device_put(arrays, places), [spot.name for spot in spots], [spot.name for spot in targets], event)
+    tape.run(_mover(spots, targets), [spot.name for spot in spots], [spot.name for spot in targets], event)
+
+
+def _mover(spots: Sequence[Spot], targets: Sequence[Spot]) -> Callable[..., Sequence[Any]]:
+    sources, places = [spot.place for spot in spots], tuple(spot.place for spot in targets)
+    copied = shard_copier(places) if all(map(_is_copied, spots, targets)) else None
+
+    def run(*arrays: Any) -> Sequence[Any]:
+        # Callers may bring arrays that another sharding divides in the same way.
+        if copied is not None and [array.sharding for array in arrays] == sources:
+            return copied(arrays)
+        moved: Sequence[Any] = jax.device_put(arrays, places)
+        return moved
+
+    return run
+
+
+def _is_copied(spot: Spot, target: Spot) -> bool:
+    """Returns whether each shard goes to one device of another group as it is, all of them on this process."""
+    source, place = spot.place, target.place
+    alike = source.spec == place.spec and source.memory_kind == place.memory_kind and source.mesh.shape == place.mesh.shape
+    here = {jax.process_index()} == processes_of(source) == processes_of(place) and not is_compile_only(place.mesh.devices.flat[0])
+    return alike and here and source.mesh != place.mesh and not jnp.issubdtype(spot.aval.dtype, extended)
 
 
 def split(tape: Tape, spot: Spot, places: Sequence[NamedSharding], aval: Any = None) -> list[Spot]:
