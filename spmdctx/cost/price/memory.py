@@ -115,12 +115,13 @@ class MemoryCount:
         return [Copy(start, end, int(share * sizes[value])) for value, start, end, share in stacks]
 
     def _found(self, bill: Bill) -> StepMemory:
-        """Returns the lives of values; XLA for TPU puts off no product of a stage whose micro-batches leave gradients unreduced.
+        """Returns the lives of values; XLA for TPU puts off no product of a stage whose gradients stay unreduced and that hides no gather.
 
-        Where gradients are delayed, these must communicate nothing (`machine.xla.memory.late_gradients`).
+        Where gradients are delayed, such a stage must communicate nothing (`machine.xla.memory.late_gradients`).
         """
         step, compiler = self._assigned.step, self._assigned.topology.compiler
-        is_quiet = self._is_quiet(bill) if compiler.delays_gradients else bool(self._directives.loop_sums.totals)
+        hides = bool(compiler.gather_overlap) and any(row.kind == "all_gather" for row in bill.collectives)
+        is_quiet = self._is_quiet(bill) if compiler.delays_gradients else bool(self._directives.loop_sums.totals) and not hides
         if not (step.graph.accumulators and is_quiet):
             return self._memory
         return compiled_memory(step.graph, step.scopes, step.donated, compiler, is_split=False)
