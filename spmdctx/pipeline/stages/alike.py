@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ class AlikePlanner:
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
-        self._known: dict[Any, Planned] = {}
+        self._known: dict[Any, dict[float, Planned]] = {}
         self._failed: dict[Any, InfeasibleError] = {}
         self._precedents = Precedents()
         self._begun: dict[Any, Shared] = {}
@@ -41,20 +42,18 @@ class AlikePlanner:
             # Those go by the names of parameters.
             return self._planner(captured, settings, **how)
         # Given splits are kept in any room.
-        room = settings.memory_bytes if given is None else None
-        key = (*_key(captured, settings), is_rough, given, room)
-        known = self._known.get(key)
-        if known is None and room is not None:
-            # A room changes nothing if the plan without one is within it.
-            free = self._known.get((*key[:-1], None))
-            known = free if free is not None and free.plan.safe_memory_bytes <= room else None
-        if known is not None:
-            return _renamed(known, captured, settings)
+        room = math.inf if settings.memory_bytes is None or given is not None else settings.memory_bytes
+        alike = (*_key(captured, settings), is_rough, given)
+        plans, key = self._known.setdefault(alike, {}), (*alike, room)
+        # A room changes nothing if the plan of a larger one is within it.
+        larger = [own for own in plans if own == room or (own > room and plans[own].plan.safe_memory_bytes <= room)]
+        if larger:
+            return _renamed(plans[min(larger)], captured, settings)
         if key in self._failed:
             raise self._failed[key]
-        begun = self._begun.setdefault(key[:-1], Shared())
+        begun = self._begun.setdefault(alike, Shared())
         try:
-            found = self._known[key] = self._planner(captured, settings, begun=begun, **how)
+            found = plans[room] = self._planner(captured, settings, begun=begun, **how)
         except InfeasibleError as error:
             self._failed[key] = error
             raise

@@ -85,11 +85,15 @@ def test_a_plan_that_is_within_a_room_is_not_made_again():
     assert len(seen) == 2
     # No user gave that budget, so none is searched that is enough.
     assert "need:" not in str(caught.value)
-    # What was planned for a room says nothing of others.
+    # What was planned for a room says nothing of larger ones, and of smaller ones if it is within them.
     planner, seen = counted()
     for room in (taken, None, taken):
         planner(program(), replace(settings(), memory_bytes=room))
     assert len(seen) == 2
+    planner, seen = counted()
+    for room in (taken + 2, taken, taken + 1):
+        planner(program(), replace(settings(), memory_bytes=room))
+    assert len(seen) == 1
 
 
 def test_searches_within_several_rooms_share_what_no_room_changes(monkeypatch):
