@@ -19,7 +19,7 @@ WORKERS ?= auto
 # An environment of its own, with neither TPU's compiler nor Ray: the tests are those that need none.
 NEWEST := $(VENV)/newest
 NEWEST_TESTS ?= tests/test_api.py tests/test_reports.py tests/context/test_typed.py tests/step/jitted tests/step/report \
-	tests/trace/capture/portable/test_collectives.py tests/trace/capture/portable/test_one_device.py
+	tests/pipeline/run/test_routes.py tests/trace/capture/portable/test_collectives.py tests/trace/capture/portable/test_one_device.py
 
 # Python keeps its bytecode: the tests start hundreds of processes, and each would compile spmdctx anew.
 unexport PYTHONDONTWRITEBYTECODE
