@@ -231,7 +231,7 @@ def shard_copier(targets: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[A
 
     `jax.device_put` makes the same call, after looking at each array for ten times as long as the call takes.
     """
-    from jax._src import lib
+    from jax._src import config, lib
 
     private: Any = vars(lib)["_jax"]
     devices = [target._internal_device_list.addressable_device_list for target in targets]
@@ -241,7 +241,9 @@ def shard_copier(targets: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[A
         # The call does not look whether arrays are there, and the process would end.
         for array in arrays:
             array._check_if_deleted()
-        copied: Sequence[Any] = private.batched_copy_array_to_devices_with_sharding(arrays, devices, targets, semantics)
+        # A guard of transfers takes it for one that nobody asked for.
+        with config.explicit_device_put_scope():
+            copied: Sequence[Any] = private.batched_copy_array_to_devices_with_sharding(arrays, devices, targets, semantics)
         return copied
 
     return copy

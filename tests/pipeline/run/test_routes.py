@@ -1,5 +1,7 @@
 """Arrays come to other groups of devices as they were, by the shortest way that JAX has."""
 
+from contextlib import nullcontext
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -89,3 +91,13 @@ def test_a_deleted_array_is_an_error():
     array.delete()
     with pytest.raises(RuntimeError, match="deleted"):
         tape.finished(["gone"], [found.name])([array])
+
+
+@pytest.mark.parametrize(("guard", "is_refused"), [("disallow", False), ("disallow_explicit", True)])
+def test_a_guard_of_transfers_takes_moves_for_explicit_ones(guard, is_refused):
+    source, target = on(0, P("x")), on(4, P("x"))
+    tape = Tape()
+    (found,) = move(tape, [Spot("own", source, jax.typeof(ROWS))], [target])
+    run, array = tape.finished(["own"], [found.name]), jax.device_put(ROWS, source)
+    with jax.transfer_guard(guard), pytest.raises(RuntimeError, match="Disallowed") if is_refused else nullcontext():
+        jax.block_until_ready(run([array]))
