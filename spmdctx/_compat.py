@@ -238,10 +238,10 @@ def shard_copier(targets: Sequence[Any]) -> Callable[[Sequence[Any]], Sequence[A
     semantics = [private.ArrayCopySemantics.REUSE_INPUT] * len(devices)
 
     def copy(arrays: Sequence[Any]) -> Sequence[Any]:
-        # The call does not look whether arrays are there, and the process would end.
+        # The call does not look whether arrays are deleted: the process would end.
         for array in arrays:
             array._check_if_deleted()
-        # A guard of transfers takes it for one that nobody asked for.
+        # Outside of this scope, `jax.transfer_guard` takes the copies for implicit ones.
         with config.explicit_device_put_scope():
             copied: Sequence[Any] = private.batched_copy_array_to_devices_with_sharding(arrays, devices, targets, semantics)
         return copied

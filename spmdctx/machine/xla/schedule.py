@@ -8,7 +8,7 @@ Seen in: libtpu 0.0.42, v5e:2x4: without products put off 50 of 70 peaks are wit
     non-random plans, 36 are within 15 %, and 35 without early updates. 8 x H100, CUDA plugin 0.10.2: in the traced order 32 of 56, in this
     one 41. 29 stages on v5e and v5p that move more than 3 MiB and keep gradients: planned 0.99 to 1.42 times as large as compiled with
     products put off, and 0.86 to 1.04 without; on v6e eight more showed the same. Two stages on v5e whose layers gather 0.07 to 1.3 MiB run
-    up to ten products around a gather: 0.80 and 0.83 without, 1.04 and 1.05 with products put off (benchmarks/RESULTS.md).
+    about ten products around a gather: 0.80 and 0.83 without, 1.04 and 1.05 with products put off (benchmarks/RESULTS.md).
 Switch: none: all backends
 Priced by: cost.memory.lives
 Written or prevented by: nothing

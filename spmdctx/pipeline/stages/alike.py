@@ -46,9 +46,9 @@ class AlikePlanner:
         alike = (*_key(captured, settings), is_rough, given)
         plans, key = self._known.setdefault(alike, {}), (*alike, room)
         # A room changes nothing if the plan of a larger one is within it.
-        larger = [own for own in plans if own == room or (own > room and plans[own].plan.safe_memory_bytes <= room)]
-        if larger:
-            return _renamed(plans[min(larger)], captured, settings)
+        known = [own for own in plans if own == room or (own > room and plans[own].plan.safe_memory_bytes <= room)]
+        if known:
+            return _renamed(plans[min(known)], captured, settings)
         if key in self._failed:
             raise self._failed[key]
         begun = self._begun.setdefault(alike, Shared())

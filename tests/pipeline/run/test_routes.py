@@ -21,13 +21,18 @@ def on(first, spec, shape=(2, 2)):
     return NamedSharding(Mesh(devices.reshape(shape), ("x", "y")[: len(shape)]), spec)
 
 
-def moved(values, sources, targets, given=None):
-    """Arrays after their move, of a tape that takes them as they lie in `given`."""
+def mover(values, sources, targets):
+    """A tape that moves arrays of these types."""
     tape = Tape()
     spots = [Spot(index, place, jax.typeof(value)) for index, (value, place) in enumerate(zip(values, sources, strict=True))]
     found = move(tape, spots, targets)
-    run = tape.finished([spot.name for spot in spots], [spot.name for spot in found])
-    return run([jax.device_put(value, place) for value, place in zip(values, given or sources, strict=True)])
+    return tape.finished([spot.name for spot in spots], [spot.name for spot in found])
+
+
+def moved(values, sources, targets, given=None):
+    """Arrays after their move, of a tape that takes them as they lie in `given`."""
+    arrays = [jax.device_put(value, place) for value, place in zip(values, given or sources, strict=True)]
+    return mover(values, sources, targets)(arrays)
 
 
 @pytest.fixture
@@ -84,20 +89,16 @@ def test_an_array_that_lies_otherwise_than_the_tape_was_told_is_moved():
 
 
 def test_a_deleted_array_is_an_error():
-    source, target = on(0, P("x")), on(4, P("x"))
-    tape = Tape()
-    (found,) = move(tape, [Spot("gone", source, jax.typeof(ROWS))], [target])
-    array = jax.device_put(ROWS, source)
+    source = on(0, P("x"))
+    run, array = mover([ROWS], [source], [on(4, P("x"))]), jax.device_put(ROWS, source)
     array.delete()
     with pytest.raises(RuntimeError, match="deleted"):
-        tape.finished(["gone"], [found.name])([array])
+        run([array])
 
 
 @pytest.mark.parametrize(("guard", "is_refused"), [("disallow", False), ("disallow_explicit", True)])
 def test_a_guard_of_transfers_takes_moves_for_explicit_ones(guard, is_refused):
-    source, target = on(0, P("x")), on(4, P("x"))
-    tape = Tape()
-    (found,) = move(tape, [Spot("own", source, jax.typeof(ROWS))], [target])
-    run, array = tape.finished(["own"], [found.name]), jax.device_put(ROWS, source)
+    source = on(0, P("x"))
+    run, array = mover([ROWS], [source], [on(4, P("x"))]), jax.device_put(ROWS, source)
     with jax.transfer_guard(guard), pytest.raises(RuntimeError, match="Disallowed") if is_refused else nullcontext():
         jax.block_until_ready(run([array]))
