@@ -153,8 +153,8 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
 
     def is_for_products(op: Op) -> bool:
         if op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(readers[op.operands[0]]) == 1):
-            result = op.results[0]
-            return result not in graph.outputs and all(is_for_products(reader) for reader in readers.get(result, ()))
+            after = [reader for result in op.results for reader in readers.get(result, ())]
+            return not any(result in graph.outputs for result in op.results) and all(map(is_for_products, after))
         return op.primitive in MATRIX_PRODUCTS
 
     found = {}

@@ -85,7 +85,7 @@ RENAMES = CASTS | ANNOTATIONS
 VIEWS = RENAMES | REARRANGED
 """Ops that only prepare an array for use: a model may cast all of its parameters before it computes with the first."""
 
-BROUGHT_IN = LAYOUT | {SCAN_ENTER}
+BROUGHT_IN = LAYOUT | {SCAN_ENTER, "slice", "split", "dynamic_slice", "concatenate", "pad", "rev", "broadcast_in_dim"}
 """Ops that a conversion to lower precision passes: the compiler moves it in front of them, also out of loops."""
 
 LOOKED_UP = "gather"

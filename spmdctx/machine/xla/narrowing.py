@@ -2,11 +2,12 @@
 
 What XLA does: it communicates a float32 value as bfloat16 if only matrix products read it, be it behind a chain of element-wise ops that
     leads nowhere else. It writes a product, rows that are looked up, a padded value and what a loop stacks up as bfloat16 if only such
-    readers take the result. It reduces a sum over devices of that kind in
-    float32 first, and both are in memory then.
+    readers take the result, or its parts, or what it is put together with. It reduces a sum over devices of that kind in float32 first,
+    and both are in memory then.
 Seen in: libtpu 0.0.42, v5e:2x4: without narrow results 50 of 70 peaks are within 15 % instead of 54, and without the float32 of their
     sums four MoEs are 13 to 28 % too small. v5e, v5p and v6e: graph networks and recurrent networks (benchmarks/RESULTS.md). Sharded
-    float32 weights are gathered as bfloat16. GPU and CPU do neither.
+    float32 weights are gathered as bfloat16. libtpu 0.0.42.1, v5e and v5p: queries, keys and values of one product. GPU and CPU do
+    neither.
 Switch: `Compiler.narrows_matrix_operands`
 Priced by: cost.price.price, cost.price.moves, cost.price.memory, cost.evaluate, cost.shared_reads, cost.bodies, cost.memory.lives,
     search.problem.memory.stored, search.problem.memory.copies, search.problem.network
@@ -37,19 +38,19 @@ def narrow_values(graph: Graph, materialized: bytearray) -> bytearray:
     if not any(value.dtype == "float32" and materialized[value.id] for value in graph.values):
         return found
     chains = _Chains(graph, materialized)
-    products = of_primitives(graph, MATRIX_PRODUCTS)
+    products, brought = of_primitives(graph, MATRIX_PRODUCTS), of_primitives(graph, BROUGHT_IN).tolist()
     others = of_primitives(graph, _WRITTEN_NARROW)
     # A pad that finds its operand in memory stands by itself.
     for op in ops_of(graph, ("pad",)):
         others[op.id] = not materialized[op.operands[0]]
-    every, may_take = ends(graph), products | others
+    every, may_take = ends(graph), products | others | np.array(brought, dtype=bool)
     may_take[every.ops[~every.is_result & (np.frombuffer(materialized, dtype=np.uint8)[every.values] == 0)]] = True
     # Values made of products on the way into other ops.
     passed, makes = bytearray(len(graph.values) + 1), products.tolist()
     for index in np.flatnonzero(may_take).tolist():
         op, of_product = graph.ops[index], makes[index] or others[index]
         for value in op.operands:
-            if passed[value]:
+            if passed[value] or (found[value] and brought[index]):
                 of_product = True
         if not of_product:
             continue
@@ -130,9 +131,9 @@ def _sharers(graph: Graph) -> bytearray:
 
 
 def narrow_readers(graph: Graph) -> bytearray:
-    """Returns a flag for each op: 1 for matrix products, and for other ops whose result only flagged ops read.
+    """Returns a flag for each op: 1 for matrix products, and for other ops whose results only flagged ops read.
 
-    These other ops are changes of layout, entries of loops, and look-ups.
+    These other ops are changes of layout, parts of tensors, tensors put together, entries of loops, and look-ups.
     """
     known: bytearray | None = graph.facts.get(narrow_readers)
     if known is None:
@@ -155,7 +156,7 @@ def _narrow_readers(graph: Graph) -> bytearray:
     found, is_wide = bytearray(products.tobytes()), bytearray(wide.tobytes())
     for index in np.flatnonzero(passing)[::-1].tolist():
         op = graph.ops[index]
-        if not is_wide[op.results[0]]:
+        if not any(is_wide[result] for result in op.results):
             found[index] = 1
         else:
             for value in op.operands:

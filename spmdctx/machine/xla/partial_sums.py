@@ -72,7 +72,7 @@ class Readers:
                 continue
             found = True
             passes = op.primitive in BROUGHT_IN or (op.primitive == LOOKED_UP and len(self._of[value]) == 1)
-            if op.primitive not in MATRIX_PRODUCTS and not (passes and self.are_matrix_products(op.results[0])):
+            if op.primitive not in MATRIX_PRODUCTS and not (passes and all(map(self.are_matrix_products, op.results))):
                 return False
         return found
 

@@ -1,5 +1,8 @@
 """Float32 values that are kept in the type of matrix operands."""
 
+import re
+
+import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
@@ -8,10 +11,12 @@ from spmdctx.cost.memory.lives import step_memory
 from spmdctx.ir.graph import item_bytes
 from spmdctx.machine.presets import PRESETS
 from spmdctx.machine.xla.narrowing import kept_share
+from tests.audit.compile_only import need_tpu
 from tests.road import trace
 
 X = jnp.ones((32, 64))
 W = jnp.ones((64, 64))
+WIDE = jnp.ones((64, 128))
 
 
 def narrow(function, *args):
@@ -49,6 +54,41 @@ def looked_up(x):
 )
 def test_what_a_product_makes_for_products_alone_is_narrow(function, kept):
     assert narrow(function, X, W) == kept
+
+
+def halves(function):
+    """A function of a product's left and right half, which are as wide as `X`."""
+    return lambda x, wide, w: function(*jnp.split(x @ wide, 2, -1), w)
+
+
+def joined(function):
+    """A function of two products that are put together again."""
+    return lambda x, wide, w: function(jnp.concatenate([x @ wide[:, :64], jnp.tanh(x @ wide[:, 64:])]), w)
+
+
+PARTS = {
+    "all parts": (halves(lambda left, right, w: left @ w + right @ w.T), ["dot_general"]),
+    "one part wide": (halves(lambda left, right, w: left @ w + jnp.sin(right)), []),
+    "a part at a place": (lambda x, wide, w: lax.dynamic_slice_in_dim(x @ wide, w[0, 0].astype(int), 64, 1) @ w, ["dot_general"]),
+    "put together": (joined(lambda both, w: both @ w), ["dot_general", "tanh"]),
+    "put together, wide too": (joined(lambda both, w: (both @ w, both.sum(0))), []),
+    "a margin": (lambda x, wide, w: jnp.pad(x @ wide[:, :64], ((8, 8), (0, 0))) @ w, ["dot_general"]),
+}
+
+
+@pytest.mark.parametrize(("function", "kept"), PARTS.values(), ids=PARTS)
+def test_parts_for_products_are_written_narrow(function, kept):
+    assert narrow(function, X, WIDE, W) == kept
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_the_compiler_writes_them_as_narrow(case):
+    function, kept = PARTS[case]
+    device = jax.sharding.SingleDeviceSharding(need_tpu()[0])
+    sizes = ((1024, 64), WIDE.shape, W.shape)
+    text = jax.jit(function).lower(*(jax.ShapeDtypeStruct(size, "float32", sharding=device) for size in sizes)).compile().as_text()
+    entry = text[text.index("ENTRY") :]
+    assert len(re.findall(r"^ .* = bf16\[1024,\d+\]\S* fusion\(", entry, re.MULTILINE)) == len(kept), entry
 
 
 def test_values_that_are_narrow_anyway_stay_as_they_are():
