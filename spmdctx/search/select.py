@@ -15,7 +15,7 @@ from spmdctx.machine.topology import Topology
 from spmdctx.search.dynamic.certificate import Certificate
 from spmdctx.search.dynamic.results import DynamicOptions, Found, Shortfall
 from spmdctx.search.dynamic.searcher import Budgets, Searcher, mesh_is_fixed
-from spmdctx.search.dynamic.shortfall import infeasible, over_device
+from spmdctx.search.dynamic.shortfall import Quick, infeasible, over_device
 from spmdctx.search.optimizer.couplings import name_what_is_split
 from spmdctx.search.optimizer.state import split_optimizer
 from spmdctx.search.problem.orbits import Precedents
@@ -243,7 +243,7 @@ def _dynamic(step: Step, request: Request, options: SearchOptions) -> Chosen:
         if other is not None:
             return other
         own = replace(own, is_brief=options.is_brief or options.is_a_room)
-        raise infeasible(step, request, options.topology, own, found, budgets_of(request))
+        raise infeasible(step, request, options.topology, own, found, budgets_of(request), _quick(step, request, options))
     if isinstance(found, Shortfall):
         # No plan is safe. One that is likely to fit is better than the fastest, and a note of the planner says what it may take.
         found = budgets_of(request).within(replace(own, is_likely=True))
@@ -284,10 +284,25 @@ def _fitting(
     return None
 
 
+def _quick(step: Step, request: Request, options: SearchOptions) -> Quick:
+    """Returns what finds plans by recursive programming, as far as `_fitting` gives such plans."""
+
+    def finds(num_devices: int, memory_bytes: int) -> bool:
+        if request.manual or request.optimizer:
+            return False
+        wanted = replace(request, num_devices=num_devices)
+        return not isinstance(_quickly(step, wanted, replace(options, memory_bytes=memory_bytes)), Shortfall)
+
+    return finds
+
+
+def _quickly(step: Step, request: Request, options: SearchOptions) -> Found | Shortfall:
+    return RecursiveSearcher(step, options.topology, replace(_recursive_options(options), wants_any=True)).plan(request)
+
+
 def _other_plans(step: Step, request: Request, options: SearchOptions, own: DynamicOptions) -> Iterator[tuple[Setup, Assignment]]:
     """Yields plans that may be within a budget: of recursive programming, the fastest on each mesh, and what propagation spreads."""
-    limited = _recursive_options(replace(options, memory_bytes=own.memory_bytes))
-    quick = RecursiveSearcher(step, options.topology, replace(limited, wants_any=True)).plan(request)
+    quick = _quickly(step, request, replace(options, memory_bytes=own.memory_bytes))
     if not isinstance(quick, Shortfall):
         yield quick.setup, quick.assignment
     if len(step.graph.ops) <= own.middle_program and not mesh_is_fixed(request):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from spmdctx.cost.bill import Bill
@@ -27,9 +28,8 @@ _MOST_SEARCHED = 2
 _DOWN = 0.9
 """Share of a budget that is enough at which a small program's next one is tried."""
 
-_ATTEMPTS = 10
-_MOST_ATTEMPTS = 60
-"""Searches for the least budget. The first number is for programs that are not small, the second for small ones, to the byte."""
+_ATTEMPTS, _MOST_ATTEMPTS = 8, 60
+"""Quick searches for a budget that is enough, and searches for a small program's least one, to the byte."""
 
 _MOST_WORK = 1e9
 """Additions of the search and of all of these, after the last of which none begins."""
@@ -40,8 +40,8 @@ _LEAST_WORK = 3e8
 _JUMPS = 2
 """Failures in a row after which the search no longer tries the bytes of a small program's smallest plan seen."""
 
-_NEAR = 0.005
-"""Share of the budget by which it may be too large without another search."""
+_SAME, _NEAR, _FAR = 0.005, 0.05, 0.1
+"""Shares of a budget by which it may be too large: if hardly less would do, without another quick search, and without one that is not."""
 
 _WORTH_A_WORD = 0.01
 """Share of the fastest plan's peak that donated state must save."""
@@ -50,13 +50,17 @@ _STAYS = 0.9
 """More devices are tried only if the least bytes alive, or the bounds on them, shrink by a tenth."""
 
 
+Quick = Callable[[int, int], bool]
+"""Whether a quick search finds a plan on a number of devices within a number of bytes."""
+
+
 def infeasible(
-    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets, quick: Quick
 ) -> InfeasibleError:
     """Returns the error for a budget that no plan meets.
 
-    It searches for the smallest budget and the smallest number of devices that are enough, with limited work. `budgets` are those of the
-    search that found none. An error of a brief search names neither.
+    It searches for a small budget and a small number of devices that are enough, with limited work. `budgets` are those of the search
+    that found none. Whoever asks for what a `quick` search meets gets a plan. An error of a brief search names neither.
     """
     said = _said(found, request.num_devices, f"keeps the step within memory_bytes={options.memory_bytes}")
     joined = f"; axes of the mesh were used only together: {found.joined}" if found.joined else ""
@@ -67,7 +71,7 @@ def infeasible(
         f"{said}{', as was proven' if found.is_proven else ''}{joined}.",
         where=place_of(step, found.time),
         got=f"{alive}, the largest of them {_largest(step, topology, found.time)}{_likely(step, topology, options, found)}",
-        need="" if options.is_brief else _need(step, request, topology, options, found, budgets),
+        need="" if options.is_brief else _need(step, request, topology, options, found, budgets, quick),
         fix=f"{_donating(step, topology, found)}raise the budget or the number of devices, make the batch smaller, or recompute "
         "activations (jax.checkpoint)",
     )
@@ -94,10 +98,12 @@ def _donating(step: Step, topology: Topology, found: Shortfall) -> str:
     return f"donate the state that the step returns (donate_argnums: the fastest plan takes {bytes_text(then)}, now {bytes_text(now)}), "
 
 
-def _need(step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets) -> str:
+def _need(
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets, quick: Quick
+) -> str:
     """Returns a budget and a number of devices that are enough, as far as the search finds them."""
-    count = _enough_devices(step, request, topology, options)
-    budget, is_whole = _enough_bytes(step, request, topology, options, found, budgets)
+    count = _enough_devices(step, request, topology, options, quick)
+    budget, is_whole = _enough_bytes(step, request, topology, options, found, budgets, quick)
     enough = f"memory_bytes={budget} ({bytes_text(budget)})" + ("" if is_whole else ", which is enough; less may be")
     if count is not None:
         return f"{enough}, or device_num={count}"
@@ -162,45 +168,63 @@ def _name(step: Step, value: int) -> str:
 
 
 def _enough_bytes(
-    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets
+    step: Step, request: Request, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets, quick: Quick
 ) -> tuple[int, bool]:
-    """Returns the least budget within which the search finds a plan, or a larger one if that takes too much work.
+    """Returns a budget within which the search finds a plan, and whether hardly less would do.
 
-    Returns also whether the search for it went to its end. In a program that is not small, it comes as near to the least as a few short
-    searches get.
+    Of a small program it is the least one, unless that takes too much work.
     """
-    is_exact = options.is_small(step)
     enough, short = _peak_bytes(step, topology, found.fastest), options.memory_bytes or 0
     if found.is_proven:
         short = max(short, found.least_bytes - 1)
+    if options.is_small(step):
+        return _least_enough(step, topology, options, found, budgets, (short, enough))
+
+    tried = short
+    for _ in range(_ATTEMPTS):
+        if enough - tried <= enough * _NEAR:
+            break
+        attempt = (tried + enough) // 2
+        if quick(request.num_devices, attempt):
+            enough = attempt
+        else:
+            tried = attempt
+    if enough - short > enough * _FAR:
+        # This search finds plans where a quick one does not, in much more time.
+        attempt = (short + enough) // 2
+        if not isinstance(budgets.within(replace(options.for_any_plan(step), memory_bytes=attempt)), Shortfall):
+            enough = attempt
+    return enough, found.is_proven and enough - short <= enough * _SAME
+
+
+def _least_enough(
+    step: Step, topology: Topology, options: DynamicOptions, found: Shortfall, budgets: Budgets, between: tuple[int, int]
+) -> tuple[int, bool]:
+    """Returns the least budget `between` two within which the search finds a plan, and whether the search for it went to its end."""
+    short, enough = between
     attempt, failures = max(found.enough_bytes, short + 1), 0
     any_plan = options.for_any_plan(step)
     if found.is_proven:
-        # Least bytes that nothing meets say little of the plans; a failure not far above them does, or one not far below the fastest.
-        attempt = min(2 * attempt, (short + enough) // 2) if is_exact else short
+        # Least bytes that nothing meets say little of the plans; a failure not far above them does.
+        attempt = min(2 * attempt, (short + enough) // 2)
     most, met, is_whole = max(_MOST_WORK, budgets.spent + _LEAST_WORK), enough, True
-    for _ in range(_MOST_ATTEMPTS if is_exact else _ATTEMPTS):
+    for _ in range(_MOST_ATTEMPTS):
         if not short < attempt < enough:
-            # A plan is found faster than it is found that there is none, and of a large program the second takes long.
-            attempt = max((short + enough) // 2, math.ceil(enough * (_DOWN if is_exact else 1 - _NEAR)))
-        if enough - short <= (1 if is_exact and budgets.spent < most / 2 else max(1, enough * _NEAR)):
+            # A plan is found faster than it is found that there is none.
+            attempt = max((short + enough) // 2, math.ceil(enough * _DOWN))
+        if enough - short <= (1 if budgets.spent < most / 2 else max(1, enough * _SAME)):
             break
         if budgets.spent > most:
             is_whole = False
             break
         result = budgets.within(replace(any_plan, memory_bytes=attempt))
         if isinstance(result, Shortfall):
-            # The smallest plan seen is mostly found within its own bytes, or little more.
+            # The smallest plan seen is mostly found within its own bytes.
             short, failures = attempt, failures + 1
-            attempt = result.enough_bytes
-            if not is_exact:
-                attempt = max(attempt, round(short * (1 + _NEAR * 2**failures)))
-            elif failures > _JUMPS:
-                attempt = short
+            attempt = result.enough_bytes if failures <= _JUMPS else short
         else:
-            # The bytes of a plan are often the least already. Only for a small program are they tried; the search below makes sure.
-            taken, failures, met = _peak_bytes(step, topology, result), 0, attempt
-            enough, attempt = (taken, short) if is_exact else (attempt, min(taken, (short + attempt) // 2))
+            # The bytes of a plan are often the least already.
+            enough, failures, met, attempt = _peak_bytes(step, topology, result), 0, attempt, short
     if enough < met and isinstance(budgets.within(replace(any_plan, memory_bytes=enough)), Shortfall):
         # A limited search may find a plan within more bytes than it takes, and not within these.
         return met, is_whole
@@ -211,7 +235,7 @@ def _peak_bytes(step: Step, topology: Topology, found: Found) -> int:
     return bill_of(step, found.assignment, found.setup.mesh, topology).safe_bytes
 
 
-def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions) -> int | None:
+def _enough_devices(step: Step, request: Request, topology: Topology, options: DynamicOptions, quick: Quick) -> int | None:
     """Returns the first doubling of the devices that meets the budget.
 
     Returns None if the user's code fixes the mesh, or if no such doubling was found. It ends after a few searches that found no plan, and
@@ -232,6 +256,8 @@ def _enough_devices(step: Step, request: Request, topology: Topology, options: D
                 return None
             least_bound = bound
             continue
+        if quick(count, options.memory_bytes or 0):
+            return count
         searched += 1
         found = plan_dynamic(step, replace(request, num_devices=count), topology, any_plan)
         if not isinstance(found, Shortfall):
