@@ -275,7 +275,7 @@ def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
         np.where(made, every.positions, 0),
         np.where(made, at_slot, at_op),
         np.where(made, 0, every.positions),
-        ~made & _is_narrow(space, every),
+        _is_narrow(space, every),
         times * exposed[every.values],
         times,
         every.values,
@@ -285,11 +285,18 @@ def _edge_rows(network: Network, found: OverlapCandidates) -> EdgeRows:
 
 
 def _is_narrow(space: Space, every: Incidences) -> BoolArray:
-    """Returns for each incidence whether an op reads a float32 value as bfloat16."""
+    """Returns for each incidence whether an op reads a float32 value as bfloat16, or all that read its result do."""
     if not space.topology.compiler.narrows_matrix_operands:
         return np.zeros(len(every.ops), dtype=bool)
     is_wide = np.array([value.dtype == "float32" for value in space.graph.values], dtype=bool)
-    found: BoolArray = is_wide[every.values] & (np.frombuffer(narrow_readers(space.graph), dtype=np.uint8) == 1)[every.ops]
+    by_op = (np.frombuffer(narrow_readers(space.graph), dtype=np.uint8) == 1)[every.ops]
+    reads = ~every.is_result
+    # A value that nothing reads, or that the step returns, keeps its type.
+    is_read, stays = np.zeros_like(is_wide), np.zeros_like(is_wide)
+    is_read[every.values[reads]] = True
+    stays[every.values[reads & ~by_op]] = True
+    stays[[value for value in space.graph.outputs if value >= 0]] = True
+    found: BoolArray = is_wide[every.values] & np.where(reads, by_op, (is_read & ~stays)[every.values])
     return found
 
 

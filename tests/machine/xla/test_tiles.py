@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmdctx
-from spmdctx.machine.xla.memory.tiles import filled_up, in_images, in_rows, in_tiles, rows_filled_up
+from spmdctx.machine.xla.memory.tiles import filled_up, in_images, in_lanes, in_rows, in_tiles, rows_filled_up
 from tests.road import trace
 
 VECTORS, WEIGHTS = jax.ShapeDtypeStruct((64, 7, 16), "float32"), jax.ShapeDtypeStruct((16, 16), "float32")
@@ -92,6 +92,20 @@ def test_rows_that_are_looked_up_and_what_becomes_of_them_are_in_lanes():
     shapes = {graph.values[value].shape for value, minor in in_rows(graph).items() if minor == (1,)}
     assert shapes == {(4096, 4), (512, 4)}
     assert sum(graph.values[value].shape == (4096, 4) for value in in_rows(graph)) == 2
+
+
+def test_what_an_op_scatters_and_its_result_count_once():
+    def messages(weights, table, senders, receivers):
+        def loss(weights):
+            rows = jnp.tanh((table @ weights)[senders] @ weights)
+            return jnp.sum(jax.ops.segment_sum(rows, receivers, table.shape[0]) ** 2)
+
+        return jax.grad(loss)(weights)
+
+    weights, table, ids = (jax.ShapeDtypeStruct(*own) for own in (((64, 64), "float32"), ((128, 64), "float32"), ((1024,), "int32")))
+    graph = trace(messages, weights, table, ids, ids).graph
+    scattering = [op.id for op, _ in in_lanes(graph, "tpu-v5e")]
+    assert len(scattering) == len(set(scattering)) == sum(op.primitive == "scatter-add" for op in graph.ops)
 
 
 @pytest.mark.parametrize(("topology", "heads", "least"), [("tpu-v5e", 4, 32.0), ("tpu-v5e", 128, 1.0), ("h100", 4, 1.0)])

@@ -91,21 +91,24 @@ def laid_by_rows(shape: Sequence[int], minor: Minor) -> float:
 
 
 def in_lanes(graph: Graph, device: str) -> list[tuple[Op, dict[int, Minor]]]:
-    """Returns the ops that scatter or look up rows which a device lays out by rows only while they run, with those values."""
+    """Returns the ops that scatter or look up rows which a device lays out by rows only while they run, with those values.
+
+    Each op is there once: of what it scatters, and the result, only the first counts.
+    """
     if not has_tiles(device):
         return []
     values, known = graph.values, in_rows(graph)
-    found: list[tuple[Op, dict[int, Minor]]] = []
+    found: dict[int, tuple[Op, dict[int, Minor]]] = {}
     for op in ops_of(graph, _BY_ROWS):
         if len(values[op.results[0]].shape) == 2 and len(values[op.operands[2]].shape) > 1:
-            found.append((op, {op.results[0]: (1,)}))
+            found[op.id] = op, {op.results[0]: (1,)}
     for op in ops_of(graph, (*_LOOK_UPS, *_SCATTERS)):
         rows = _of_rows(op, 2) or {
             value: minor for value, minor in _of_rows(op, 1).items() if value not in known and value not in op.results
         }
         if rows:
-            found.append((op, rows))
-    return found
+            found[op.id] = op, rows
+    return list(found.values())
 
 
 def fillings(graph: Graph, device: str) -> list[Filling]:

@@ -162,11 +162,8 @@ class CopyRows(StoredRows):
 
     def _copied_bytes(self, value: int, carry: Carry) -> FloatArray:
         """Returns the bytes of a copy of a value for each sharding."""
-        known, topology = self._space.graph.values[value], self._space.topology
-        is_result = self._network.nodes[carry.target].sort == "slot"
-        # A result on its way is narrow if all of its readers are.
-        narrow = carry.narrow or (is_result and topology.compiler.narrows_matrix_operands and known.dtype == "float32")
-        return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if narrow else 1.0)
+        known = self._space.graph.values[value]
+        return self._bytes(value, None) * (NARROW_BYTES / item_bytes(known.dtype) if carry.narrow else 1.0)
 
     def _made_node(self, carry: Carry, value: int) -> int:
         """Adds the node of an op's result before it is moved to where it is stored.

@@ -76,6 +76,28 @@ def messages(weights, features):
     return weights[0] - 0.1 * jax.grad(loss)(weights)[0]
 
 
+def edges(weights, features):
+    """Rows that are put together for a product, and moved for nothing else."""
+    senders, receivers = (jnp.arange(1024) * step % 128 for step in (7, 5))
+
+    def loss(weights):
+        h = features @ weights[1][:256]
+        heard = jnp.tanh(jnp.concatenate([h[senders], h[receivers]], -1) @ weights[1][:512]) @ weights[0].T
+        return jnp.sum((jax.ops.segment_sum(heard, receivers, num_segments=128)) ** 2)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
+
+
+def halves(weights, x):
+    """Parts of one product that products alone read."""
+
+    def loss(weights):
+        left, right = jnp.split(x @ weights[1][:256], 2, -1)
+        return jnp.sum((jnp.tanh(left @ weights[0]) @ weights[0].T + right @ weights[0] @ weights[0].T) ** 2)
+
+    return jax.tree.map(lambda weight, slope: weight - 0.1 * slope, weights, jax.grad(loss)(weights))
+
+
 def interactions(weights, x):
     """Small products for each example, whose other dimensions fill tiles."""
 
@@ -88,6 +110,7 @@ def interactions(weights, x):
 
 CASES = {"chained": (chained, [W, W], X), "deep": (chained, [W] * 5, LONG), "tied": (tied, [W, W], X), "normed": (normed, [W, W], X)}
 CASES |= {"messages": (messages, [W], X), "interactions": (interactions, [W], LONG)}
+CASES |= {"edges": (edges, [X, LONG], X), "halves": (halves, [X, LONG], LONG)}
 CASES["scanned"] = (scanned, jax.ShapeDtypeStruct((6, 256, 256), jnp.float32), X)
 
 
@@ -136,11 +159,12 @@ def test_what_is_allowed_for_beside_the_next_value_of_an_argument_is_counted(dev
         assert counted >= 0.9 * billed
 
 
-@pytest.mark.parametrize(("case", "times"), [("messages", 6), ("interactions", 2)])
-def test_what_is_laid_out_in_tiles_or_by_rows_is_counted(case, times):
+@pytest.mark.parametrize(("case", "times", "share"), [("messages", 6, 0.99), ("interactions", 1, 0.99), ("interactions", 2, 0.95)])
+def test_what_is_laid_out_in_tiles_or_by_rows_is_counted(case, times, share):
+    """Rows do not count that a result which moves lives until the next op, as one of the second plan does."""
     machine = replace(topology("tpu-v5e"), scratch_bytes=0)
     for counted, billed in _counted_and_billed(trace(*CASES[case]), LogicalMesh.of((2, 4)), machine, times):
-        assert counted >= 0.99 * billed
+        assert counted >= share * billed
 
 
 @pytest.mark.parametrize("is_fused", [False, True])
