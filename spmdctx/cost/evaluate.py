@@ -147,8 +147,8 @@ def sharing_ids(graph: Graph) -> frozenset[int]:
     return frozenset([op.id for op in graph.ops if shares(op)])
 
 
-def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
-    """Returns the bytes per element in which a value reaches an op; the keys are pairs of op and value."""
+def moved_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
+    """Returns the bytes per element in which a value reaches an op, or leaves it; the keys are pairs of op and value."""
     readers = _readers(graph)
 
     def is_for_products(op: Op) -> bool:
@@ -157,13 +157,18 @@ def read_bytes(graph: Graph, topology: Topology) -> dict[tuple[int, int], int]:
             return not any(result in graph.outputs for result in op.results) and all(map(is_for_products, after))
         return op.primitive in MATRIX_PRODUCTS
 
+    def size(value: int, *, is_narrow: bool) -> int:
+        dtype = graph.values[value].dtype
+        return item_bytes("bfloat16" if is_narrow and dtype == "float32" and topology.compiler.narrows_matrix_operands else dtype)
+
     found = {}
     for op in graph.ops:
-        narrow = topology.compiler.narrows_matrix_operands and is_for_products(op)
         for value in op.operands:
             if value != LITERAL:
-                dtype = graph.values[value].dtype
-                found[op.id, value] = item_bytes("bfloat16" if narrow and dtype == "float32" else dtype)
+                found[op.id, value] = size(value, is_narrow=is_for_products(op))
+        for value in op.results:
+            after = readers.get(value, ())
+            found[op.id, value] = size(value, is_narrow=bool(after) and value not in graph.outputs and all(map(is_for_products, after)))
     return found
 
 
@@ -213,6 +218,7 @@ class _Evaluator:
         self.decided = {value for pair in graph.ties for value in pair} | pinned | self.returned
         self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         self.later = later_reductions(graph, loop_sums(graph))
+        self.sizes = moved_bytes(graph, topology)
         self.reads = self._reads(scopes)
         self.memo: dict[tuple[object, ...], float] = {}
 
@@ -242,13 +248,14 @@ class _Evaluator:
     def _reads(self, scopes: Sequence[int]) -> dict[int, list[_Read]]:
         reads: dict[int, list[_Read]] = {}
         sharing = sharing_ids(self.graph)
-        sizes = read_bytes(self.graph, self.topology)
         for op in self.ops:
             axes = self.assignment.ops[op.id].axes
             scope = scopes[op.id] if op.id in sharing else None
             for value, dims in zip(op.operands, op.rule.operands, strict=True):
                 if value != LITERAL and value not in self.free:
-                    reads.setdefault(value, []).append(_Read(project(dims, axes), read_repeats(self.graph, op), scope, sizes[op.id, value]))
+                    reads.setdefault(value, []).append(
+                        _Read(project(dims, axes), read_repeats(self.graph, op), scope, self.sizes[op.id, value])
+                    )
         return reads
 
     def _partial_results(self) -> dict[int, _Partial | None]:
@@ -351,7 +358,7 @@ class _Evaluator:
 
     def _made(self, op: Op, value: int, source: TensorSharding, stored: TensorSharding) -> float:
         """Returns the seconds in which what `op` makes gets where it is stored."""
-        seconds = self._reshard(value, source, stored)
+        seconds = self._reshard(value, source, stored, self.sizes[op.id, value])
         if value in self.returned:
             known = self.graph.values[value]
             seconds += turned_s(known.shape, item_bytes(known.dtype), source, stored, self.mesh, self.topology)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from spmdctx.cost.evaluate import Eligible, all_shardings, candidates_gather_s, leads_to, read_bytes, reductions, sharing_ids, tied_with
+from spmdctx.cost.evaluate import Eligible, all_shardings, candidates_gather_s, leads_to, moved_bytes, reductions, sharing_ids, tied_with
 from spmdctx.cost.memory.lives import compiled_memory, profile
 from spmdctx.cost.price import price
 from spmdctx.cost.roofline import compute_time_s, passing_values, written_s
@@ -164,7 +164,7 @@ class _Everything:
         self.overlap, self.passing = overlap_candidates(graph), passing_values(graph)
         sums = loop_sums(graph)
         self.later, self.summed = later_reductions(graph, sums), Summed.of(sums)
-        self.read_bytes = read_bytes(graph, topology)
+        self.moved_bytes = moved_bytes(graph, topology)
         self.memory = compiled_memory(graph, scopes, conditions.donated, topology.compiler, is_split=mesh.num_devices > 1)
         self.sums = self._sums()
         self.places: dict[int, list[Place]] = {}
@@ -349,7 +349,8 @@ class _Everything:
                 row.append(min(here, default=float("inf")))
             else:
                 fitting = [one for one in ways if leads_to(op, own, natural, one[0], place.sharding)]
-                row.append(min(seconds + self._reshard(value, after, place.sharding, is_made=True) for after, seconds in fitting))
+                size = self.moved_bytes[op.id, value]
+                row.append(min(seconds + self._reshard(value, after, place.sharding, size, is_made=True) for after, seconds in fitting))
         return row
 
     def _reduced(self, op: Op, value: int, natural: TensorSharding, way: Way) -> Iterator[tuple[TensorSharding, float]]:
@@ -396,7 +397,7 @@ class _Everything:
 
     def _moves(self, op: Op, value: int, sources: Sequence[TensorSharding], targets: Sequence[TensorSharding]) -> FloatArray:
         """Seconds in which `op` is brought a value from each source to each target."""
-        known, size = self.graph.values[value], self.read_bytes[op.id, value]
+        known, size = self.graph.values[value], self.moved_bytes[op.id, value]
         kept = self.summed.keeps(value, is_made=False)
         key = (known.shape, known.dtype, size, self.overlap.weights[value], self.passing[value], kept, tuple(sources), tuple(targets))
         if key not in self.memo:
